@@ -1,0 +1,28 @@
+"""Live, verified weight updates for LLM inference engines during RL post-training.
+
+Importing this package is cheap: no framework and no GPU is touched until a name below is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.board.controller import EngineController as EngineController
+    from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
+    from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
+    from fastdeploy_rl.version import WeightVersion as WeightVersion
+
+_EXPORTS = {
+    "DynamicWeightManager": "fastdeploy_rl.manager",
+    "EngineController": "fastdeploy_rl.board.controller",
+    "WeightPublisher": "fastdeploy_rl.publish.publisher",
+    "WeightVersion": "fastdeploy_rl.version",
+}
+
+__all__ = ["DynamicWeightManager", "EngineController", "WeightPublisher", "WeightVersion"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'fastdeploy_rl' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

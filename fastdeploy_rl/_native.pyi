@@ -1,0 +1,176 @@
+"""Contract of the native core (csrc/): only what Python cannot do well.
+
+Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns()`). Every call
+that copies, waits or sleeps releases the GIL. Bounds and alignment are checked: ValueError, and nothing was touched.
+"""
+
+from collections.abc import Buffer, Sequence
+from typing import Final, final
+
+CPU_LEVEL: Final[str]
+"""Which kernels run here: "avx512", "avx2" or "scalar"."""
+
+@final
+class Mapping(Buffer):
+    """One mmap'ed run of bytes; a buffer. Unmapped when closed or when the last reference (buffer view, DLPack tensor) dies."""
+
+    @staticmethod
+    def map_fd(fd: int, num_bytes: int, writable: bool) -> Mapping:
+        """MAP_SHARED of a file or shared-memory descriptor; the descriptor may be closed afterwards. OSError as mmap gives it."""
+
+    @staticmethod
+    def private(num_bytes: int) -> Mapping:
+        """Fresh anonymous private memory, zeroed, page-aligned. MemoryError where the system refuses."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def is_writable(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def num_exports(self) -> int:
+        """Live buffer views and DLPack capsules / tensors made from this mapping."""
+
+    def prefault(self, num_threads: int) -> None:
+        """Touches every page, so that later copies run at the speed of warm memory. Contents stay."""
+
+    def close(self) -> None:
+        """Unmaps now. BufferError while exports are alive (nothing happens then); a second close does nothing."""
+
+    def dlpack(self, offset: int, shape: Sequence[int], dtype: str) -> object:
+        """A DLPack capsule ("dltensor", CPU) over bytes of this mapping; keeps the mapping alive. `dtype` is a safetensors
+        name (F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL). C-contiguous. A mapping without write permission is exported too:
+        the consumer must not write (a store would be a segmentation fault, never a silent change)."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class BorrowedTensor(Buffer):
+    """Somebody else's CPU tensor, taken through DLPack; a flat byte buffer when contiguous. Alive until dropped."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def dtype(self) -> str:
+        """safetensors name; ValueError is raised by `borrow_dlpack` for one that has none."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def is_contiguous(self) -> bool: ...
+    @property
+    def is_cpu(self) -> bool: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def borrow_dlpack(capsule: object) -> BorrowedTensor:
+    """Consumes a DLPack capsule (as `tensor.__dlpack__()` gives it; Paddle, torch, numpy)."""
+
+# --- words: atomics with sequential consistency on a shared mapping -----------------------------------------------------------
+
+def load_u64(mapping: Mapping, offset: int) -> int: ...
+def store_u64(mapping: Mapping, offset: int, value: int) -> None: ...
+def compare_exchange_u64(mapping: Mapping, offset: int, expected: int, desired: int) -> int:
+    """Returns what was there; the exchange happened iff that equals `expected`."""
+
+def add_u64(mapping: Mapping, offset: int, delta: int) -> int:
+    """Returns the new value (mod 2^64)."""
+
+def load_i32(mapping: Mapping, offset: int) -> int: ...
+def store_i32(mapping: Mapping, offset: int, value: int) -> None: ...
+def compare_exchange_i32(mapping: Mapping, offset: int, expected: int, desired: int) -> int: ...
+def futex_wait_i32(mapping: Mapping, offset: int, expected: int, deadline_ns: int) -> bool:
+    """Blocks while the word equals `expected`. True: it differs now; False: the deadline passed first. Works across processes.
+    Signals are served in between (KeyboardInterrupt comes through)."""
+
+def futex_wake_i32(mapping: Mapping, offset: int) -> int:
+    """Wakes every waiter of this word, in every process; returns how many."""
+
+def ring_bell(mapping: Mapping, offset: int) -> None:
+    """Adds one to the int32 at `offset` (wrapping) and wakes its waiters: the usual way to say "look again"."""
+
+@final
+class WordWatcher:
+    """A native thread that watches an int32 which foreign processes store into without waking anyone.
+
+    Whenever the word differs from what the watcher saw last, the bell is rung. Our own writers wake the word itself, which the
+    watcher notices at once; a plain foreign store is noticed within `period_us` (+ scheduling). Holds both mappings.
+    """
+
+    def __init__(self, word: Mapping, word_offset: int, bell: Mapping, bell_offset: int, period_us: int) -> None: ...
+    def stop(self) -> None:
+        """Ends and joins the thread; a second stop does nothing. Also done when collected."""
+
+# --- copy, cast, checksum -----------------------------------------------------------------------------------------------------
+
+@final
+class Place:
+    """Where the rows of a region lie inside a tensor, for its checksum: row i starts at `offset + i * row_stride` of
+    `total_bytes` bytes. fletcher4 contribution of the region = checksum of the tensor with every other byte zero."""
+
+    def __init__(self, offset: int, row_stride: int, total_bytes: int) -> None: ...
+
+@final
+class Region:
+    """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an optional cast.
+
+    `source` / `target` are C-contiguous buffers, held until the Region dies; `target=None` only reads (for checksums).
+    `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or "BF16_F32". `target` rows have row_bytes, half or double.
+    `read_place` places the source bytes, `live_place` the bytes as written to the target (after the cast); None: not computed.
+    Source and target must not overlap.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Buffer,
+        source_offset: int,
+        source_stride: int,
+        rows: int,
+        row_bytes: int,
+        target: Buffer | None = None,
+        target_offset: int = 0,
+        target_stride: int = 0,
+        cast: str = "none",
+        read_place: Place | None = None,
+        live_place: Place | None = None,
+    ) -> None: ...
+
+Sums = tuple[int, int, int, int]
+"""fletcher4 sums A, B, C, D mod 2^64 (fastdeploy_rl/checksum.py has the law)."""
+
+def transfer(regions: Sequence[Region], num_threads: int) -> list[tuple[Sums | None, Sums | None]]:
+    """Runs all regions, bytes shared evenly among the threads (large regions are split); returns (read, live) per region.
+    Checksums are computed in the pass that copies. Interrupted by no signal; returns when all is done."""
+
+# --- tensor-parallel collectives over shared memory ------------------------------------------------------------------------------
+
+class MissingRanksError(Exception):
+    """A deadline passed; `args == (what, missing_ranks: tuple[int, ...], generation: int)`. The group is unusable afterwards:
+    every later call on it, on every rank, raises this too, until all ranks made a group of a higher generation."""
+
+@final
+class CollectiveGroup:
+    """`num_ranks` processes that meet in one shared mapping. Calls must come in the same order on every rank.
+
+    The mapping starts zeroed, has `required_bytes(...)` bytes; payloads larger than `slot_bytes` go in pieces. Waits spin briefly, then sleep on a
+    futex (more ranks than cores must not burn each other's time).
+    """
+
+    def __init__(self, mapping: Mapping, rank: int, num_ranks: int, slot_bytes: int, generation: int) -> None: ...
+    @staticmethod
+    def required_bytes(num_ranks: int, slot_bytes: int) -> int: ...
+    def all_reduce_f32(self, values: Buffer, deadline_ns: int) -> None:
+        """Sum over ranks, in place; added in rank order on every rank, so the result is bitwise equal everywhere."""
+
+    def all_gather(self, own: Buffer, gathered: Buffer, deadline_ns: int) -> None:
+        """`gathered` = the ranks' `own` bytes one after another; every rank passes the same size."""
+
+    def broadcast(self, values: Buffer, root: int, deadline_ns: int) -> None:
+        """In place; every rank passes the same size."""
+
+    def barrier(self, deadline_ns: int) -> None: ...

@@ -1,0 +1,143 @@
+"""Every error of the package, in one tree, split by who must act.
+
+    FastDeployRLError
+     |- CallerError                 the code or command line that called us
+     |   |- ConfigurationError      a flag, path, port or model that cannot work
+     |   |- VersionFormatError      text that is no weight version
+     |   |- LifecycleError          an event that is illegal in this state
+     |   `- RequestError            a generation request that cannot be served as written
+     |- TrainerError                the weights that were published
+     |   |- ManifestError           malformed, oversized or inconsistent manifest
+     |   |- CoverageError           missing, surplus, wrongly shaped or typed tensors
+     |   |- ChecksumMismatchError   bytes that are not what the manifest promised
+     |   |- VersionRegressError     a version that goes back
+     |   `- NoPublicationError      nothing published where the engine looks, or it was superseded
+     |- EngineError                 the engine or one of its ranks
+     |   |- CheckpointError         a checkpoint that cannot be read
+     |   |- UpdateRejectedError     a command ended without taking effect; nothing changed
+     |   |- NotServingError         paused, cleared or fenced: come back later
+     |   `- StepFailedError         a step of an update failed for a reason of its own
+     `- WorldError                  the machine and the peers
+         |- DeadlineExceededError   a wait ran out of time; names what and whom it waited for
+         |- PeerLostError           a process that was needed is dead
+         |- NoSpaceError            no room in shared memory
+         |- SegmentError            a shared-memory segment that is missing, foreign or in use
+         |- ChannelBusyError        another live publisher owns the channel
+         `- EngineNotFoundError     no engine at that address
+
+A message says what, which rank / version / step, the state now, and what to do next. Each class has a wire name (its own
+name), so that an error raised in one process arrives in another as the same class.
+"""
+
+from typing import ClassVar
+
+
+class FastDeployRLError(Exception):
+    """Root of the tree. `http_status` is what the control plane answers; `exit_code` is what the command line returns."""
+
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+
+
+class CallerError(FastDeployRLError):
+    http_status = 400
+    exit_code = 2
+
+
+class ConfigurationError(CallerError):
+    pass
+
+
+class VersionFormatError(CallerError):
+    pass
+
+
+class LifecycleError(CallerError):
+    http_status = 409
+
+
+class RequestError(CallerError):
+    pass
+
+
+class TrainerError(FastDeployRLError):
+    http_status = 409
+    exit_code = 2
+
+
+class ManifestError(TrainerError):
+    pass
+
+
+class CoverageError(TrainerError):
+    pass
+
+
+class ChecksumMismatchError(TrainerError):
+    pass
+
+
+class VersionRegressError(TrainerError):
+    pass
+
+
+class NoPublicationError(TrainerError):
+    pass
+
+
+class EngineError(FastDeployRLError):
+    pass
+
+
+class CheckpointError(EngineError):
+    exit_code = 2
+
+
+class UpdateRejectedError(EngineError):
+    http_status = 409
+    exit_code = 2
+
+
+class NotServingError(EngineError):
+    http_status = 503
+
+
+class StepFailedError(EngineError):
+    pass
+
+
+class WorldError(FastDeployRLError):
+    http_status = 503
+
+
+class DeadlineExceededError(WorldError):
+    http_status = 504
+
+
+class PeerLostError(WorldError):
+    pass
+
+
+class NoSpaceError(WorldError):
+    exit_code = 2
+
+
+class SegmentError(WorldError):
+    exit_code = 2
+
+
+class ChannelBusyError(WorldError):
+    exit_code = 2
+
+
+class EngineNotFoundError(WorldError):
+    exit_code = 2
+
+
+def _tree(root: type[FastDeployRLError]) -> dict[str, type[FastDeployRLError]]:
+    return {root.__name__: root} | {name: cls for child in root.__subclasses__() for name, cls in _tree(child).items()}
+
+
+def from_wire(name: str, text: str) -> FastDeployRLError:
+    """The error whose class is called `name`, or a plain EngineError where this version does not know the name."""
+    return _tree(FastDeployRLError).get(name, EngineError)(text)

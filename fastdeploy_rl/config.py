@@ -1,0 +1,62 @@
+"""Settings: where things live by default, how many threads copy, how long waits may take.
+
+Owns every default and is the only reader of the environment. Knows nothing of what the settings are used for, and creates
+nothing on disk: it answers paths, and whoever needs a directory makes it.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdeploy_rl.errors import ConfigurationError
+
+MAX_COPY_THREADS = 64
+DEFAULT_COPY_THREADS = 8
+"""More threads than this do not make one memory copy faster on the machines we measured; fewer where there are fewer CPUs."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait begins."""
+
+    attach_s: float = 60.0
+    update_s: float = 30.0
+    clear_s: float = 30.0
+    publish_s: float = 30.0
+    stop_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not 0 < seconds < float("inf"):
+                raise ConfigurationError(f"deadline {name} must be a positive number of seconds, got {seconds!r}")
+
+
+def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """This user's directory for sockets, locks and the default channel: `$XDG_RUNTIME_DIR/fastdeploy_rl`, or
+    `/dev/shm/fastdeploy_rl-$UID` where no such directory is given (containers). May not exist yet."""
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    if base and Path(base).is_dir():
+        return Path(base) / "fastdeploy_rl"
+    return Path(f"/dev/shm/fastdeploy_rl-{os.getuid()}")
+
+
+def default_channel(environ: Mapping[str, str] = os.environ) -> Path:
+    """The channel that trainer and engine meet on when neither names one."""
+    return runtime_dir(environ)
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where converted models are kept between runs: `$XDG_CACHE_HOME/fastdeploy_rl` or `~/.cache/fastdeploy_rl`."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "fastdeploy_rl"
+
+
+def num_copy_threads(environ: Mapping[str, str] = os.environ) -> int:
+    """Threads of one native copy: `$FASTDEPLOY_RL_COPY_THREADS`, else the CPUs this process may use, 8 at most."""
+    text = environ.get("FASTDEPLOY_RL_COPY_THREADS", "")
+    if not text:
+        return min(DEFAULT_COPY_THREADS, len(os.sched_getaffinity(0)))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= MAX_COPY_THREADS:
+        raise ConfigurationError(f"FASTDEPLOY_RL_COPY_THREADS must be 1 to {MAX_COPY_THREADS}, got {text[:40]!r}")
+    return int(text)

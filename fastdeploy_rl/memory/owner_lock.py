@@ -1,0 +1,121 @@
+"""Who is alive: an exclusive flock on a file, held for as long as its owner lives.
+
+The kernel drops the lock when the owner dies, however it dies. Owns the file's life and the note inside (pid and start time,
+which serve messages only: pids mean nothing across containers). Invariant: a path is owned by one open lock at most.
+"""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from fastdeploy_rl.errors import SegmentError
+
+_MAX_ATTEMPTS = 10_000
+_NOTE_BYTES = 64
+
+
+class Owner(NamedTuple):
+    """What an owner wrote about itself, for messages: process id as it sees it, and wall-clock seconds when it took the lock."""
+
+    pid: int
+    since_s: float
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since_s))}"
+
+
+class OwnerLock:
+    """Exclusive claim on `path`; descriptor is close-on-exec, file is 0600 and removed on release."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._fd = -1
+
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
+    def acquire(self) -> None:
+        """Takes the lock or raises SegmentError naming the live owner; never blocks. The directory must exist."""
+        if self.is_held:
+            raise SegmentError(f"lock {self.path} is already held by this very object")
+        fd = _lock_file(self.path)
+        if fd < 0:
+            raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")
+        os.pwrite(fd, f"{os.getpid()} {time.time():.3f}\n".encode().ljust(_NOTE_BYTES), 0)
+        self._fd = fd
+
+    def release(self) -> None:
+        """Removes the file, then drops the lock; a second release does nothing."""
+        if not self.is_held:
+            return
+        fd, self._fd = self._fd, -1
+        # In this order: whoever finds the file gone or unlocked sees a dead owner; whoever opened it before finds, after it got
+        # the lock, that the path no longer leads to it, and looks again.
+        self.path.unlink(missing_ok=True)
+        os.close(fd)
+
+    def __enter__(self) -> "OwnerLock":
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def is_alive(path: str | Path) -> bool:
+    """True while someone holds the lock on `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def owner_of(path: str | Path) -> Owner | None:
+    """The note of the last owner of `path`, dead or alive; None when there is none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            pid, since = file.read(_NOTE_BYTES).split()
+        return Owner(int(pid), float(since))
+    except (OSError, ValueError):
+        return None
+
+
+def _lock_file(path: Path) -> int:
+    """A descriptor that holds the exclusive lock of the file that `path` names now, or -1 when someone alive has it."""
+    for _ in range(_MAX_ATTEMPTS):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if _try_flock(fd, fcntl.LOCK_EX):
+            if _is_at(path, fd):
+                return fd
+        elif not _try_flock(fd, fcntl.LOCK_SH):
+            os.close(fd)
+            return -1
+        # A passing `is_alive` held it shared, or the last owner removed the file under us: look again.
+        os.close(fd)
+        os.sched_yield()
+    raise SegmentError(f"{path} changed hands {_MAX_ATTEMPTS} times while it was being locked")
+
+
+def _try_flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

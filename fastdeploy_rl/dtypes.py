@@ -1,0 +1,46 @@
+"""The element types: safetensors names, their sizes, what numpy calls them, and which of them may become which.
+
+A dtype is its safetensors name (a str) everywhere above the wire. numpy has no bfloat16, so BF16 arrays are uint16 that hold
+the upper half of a float32.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from fastdeploy_rl.errors import ConfigurationError
+
+_NUMPY: Final[dict[str, np.dtype]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+DTYPES: Final = tuple(_NUMPY)
+
+_CASTS: Final = {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The little-endian numpy dtype with the same bytes (BF16: uint16). Raises ConfigurationError for an unknown name."""
+    try:
+        return _NUMPY[dtype]
+    except KeyError:
+        raise ConfigurationError(f"unknown dtype {dtype!r:.80}; known are {' '.join(DTYPES)}") from None
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element. Raises ConfigurationError for an unknown name."""
+    return numpy_dtype(dtype).itemsize
+
+
+def cast_between(source: str, target: str) -> str | None:
+    """How bytes of `source` become `target`, as the native core names it: "none" where equal, "F32_BF16", "BF16_F32";
+    None where nothing may turn the one into the other."""
+    return "none" if source == target else _CASTS.get((source, target))

@@ -1,0 +1,280 @@
+"""One mapped board: typed reads and writes of its records and words, and waiting for them to change.
+
+Owns sequence locks, bells and the life of the segments. Refuses to know what a command does. Invariant: each record has one writer process; whoever
+stores something that others may wait for rings the bell afterwards.
+"""
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from fastdeploy_rl import _native
+from fastdeploy_rl.board import layout
+from fastdeploy_rl.board.legacy import create_words, unlink_words
+from fastdeploy_rl.config import runtime_dir
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
+from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
+from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
+from fastdeploy_rl.report import EngineStatus, RankStatus
+
+_Record = TypeVar("_Record", bound=NamedTuple)
+_LOOK_AGAIN_NS = 200_000_000
+"""A waiter looks at its condition this often even if no bell rings: a writer may die between store and bell."""
+_READ_DEADLINE_NS = 2_000_000_000
+_SPINS_BEFORE_YIELD = 100
+
+
+def board_name(port: int) -> str:
+    return f"fastdeploy_rl_board.{port}"
+
+
+def engine_dir(port: int) -> Path:
+    """Where an engine keeps what belongs to its life only: reports, the locks of its clients."""
+    return runtime_dir() / "engines" / str(port)
+
+
+def owner_lock_path(port: int) -> Path:
+    return runtime_dir() / "engines" / f"{port}.lock"
+
+
+class Board:
+    """The board of the engine at `port`, attached. Made by `create` (the owner) or `attach` (everyone else)."""
+
+    def __init__(self, port: int, segment: SharedSegment, lock: OwnerLock | None) -> None:
+        self.port = port
+        self.num_ranks = _native.load_u64(segment.mapping, layout.NUM_RANKS_OFFSET)
+        self._segment = segment
+        self._lock = lock
+        self._writing = threading.Lock()
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, port: int, *, num_ranks: int) -> "Board":
+        """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is reclaimed.
+
+        ConfigurationError when a live engine has the port; then nothing of it was touched."""
+        if not 0 < num_ranks <= layout.MAX_RANKS:
+            raise ConfigurationError(f"an engine has 1 to {layout.MAX_RANKS} ranks, got {num_ranks}")
+        lock = _lock_port(port)
+        try:
+            remove_leftovers(port)
+            run_dir = engine_dir(port)
+            for path in (run_dir, run_dir / "clients"):
+                path.mkdir(mode=0o700)
+            create_words(port)
+            segment = SharedSegment.create(board_name(port), layout.board_bytes(num_ranks))
+            _write_header(segment.mapping, port, num_ranks, run_dir)
+            return cls(port, segment, lock)
+        except BaseException:
+            remove_leftovers(port)
+            lock.release()
+            raise
+
+    @classmethod
+    def attach(cls, port: int) -> "Board":
+        """EngineNotFoundError when nothing is there, when its owner is dead, or when it speaks another abi."""
+        try:
+            segment = SharedSegment.attach(board_name(port), writable=True)
+        except SegmentError as error:
+            raise EngineNotFoundError(f"no engine at port {port}: {error}; start one with `fastdeploy-rl serve`") from error
+        try:
+            _check_header(segment.mapping, port)
+            return cls(port, segment, None)
+        except BaseException:
+            segment.close()
+            raise
+
+    @property
+    def mapping(self) -> _native.Mapping:
+        return self._segment.mapping
+
+    @property
+    def run_dir(self) -> Path:
+        with memoryview(self.mapping) as view:
+            text = bytes(view[layout.RUN_DIR_OFFSET : layout.RUN_DIR_OFFSET + layout.RUN_DIR_BYTES])
+        return Path(text.rstrip(b"\0").decode())
+
+    def is_owner_alive(self) -> bool:
+        return self._lock is not None or is_alive(owner_lock_path(self.port))
+
+    def close(self) -> None:
+        """Detaches; the owner also removes board, words and run directory."""
+        self._segment.close()
+        if self._lock is not None:
+            remove_leftovers(self.port)
+            self._lock.release()
+
+    # --- records ----------------------------------------------------------------------------------------------------------
+
+    def read(self, record: type[_Record], offset: int) -> _Record:
+        """A consistent copy of a sequence-locked record. DeadlineExceededError where its writer stays inside a write."""
+        size = layout.record_bytes(record)
+        deadline_ns = time.monotonic_ns() + _READ_DEADLINE_NS
+        for attempt in _attempts(deadline_ns):
+            before = _native.load_u64(self.mapping, offset)
+            if before % 2 == 0:
+                with memoryview(self.mapping) as view:
+                    data = bytes(view[offset + 8 : offset + 8 + size])
+                if _native.load_u64(self.mapping, offset) == before:
+                    return record(*layout.unpack(record, data))
+            if attempt > _SPINS_BEFORE_YIELD:
+                os.sched_yield()
+        raise DeadlineExceededError(f"port {self.port}: {record.__name__} at {offset:#x}: its writer died or stands still inside a write")
+
+    def write(self, record: NamedTuple, offset: int) -> None:
+        """Stores a sequence-locked record and rings the bell. Only the record's one writer process may call this."""
+        with self._writing:
+            counter = _native.load_u64(self.mapping, offset) | 1  # an odd counter was left by a dead writer: this write mends it
+            _native.store_u64(self.mapping, offset, counter)
+            self._store_bytes(record, offset + 8)
+            _native.store_u64(self.mapping, offset, counter + 1)
+        self.ring()
+
+    def read_plain(self, record: type[_Record], offset: int) -> _Record:
+        """A record that is handed over by a state word, so that nobody writes it meanwhile."""
+        with memoryview(self.mapping) as view:
+            return record(*layout.unpack(record, bytes(view[offset : offset + layout.record_bytes(record)])))
+
+    def write_plain(self, record: NamedTuple, offset: int) -> None:
+        self._store_bytes(record, offset)
+
+    def _store_bytes(self, record: NamedTuple, offset: int) -> None:
+        data = layout.pack(record)
+        with memoryview(self.mapping) as view:
+            view[offset : offset + len(data)] = data
+
+    # --- words, bells, waiting ----------------------------------------------------------------------------------------------
+
+    def load(self, offset: int) -> int:
+        return _native.load_u64(self.mapping, offset)
+
+    def store(self, offset: int, value: int) -> None:
+        _native.store_u64(self.mapping, offset, value)
+        self.ring()
+
+    def exchange(self, offset: int, expected: int, desired: int) -> int:
+        """Compare-and-swap; returns what was there. Rings the bell when it took effect."""
+        found = _native.compare_exchange_u64(self.mapping, offset, expected, desired)
+        if found == expected:
+            self.ring()
+        return found
+
+    def take_ticket(self) -> int:
+        return _native.add_u64(self.mapping, layout.TICKET_OFFSET, 1)
+
+    def ring(self) -> None:
+        _native.ring_bell(self.mapping, layout.BELL_OFFSET)
+
+    def ring_doorbell(self) -> None:
+        _native.ring_bell(self.mapping, layout.DOORBELL_OFFSET)
+
+    def wait_doorbell(self, heard: int, deadline_ns: int) -> int:
+        """Blocks until the doorbell's count differs from `heard` or the deadline passed; returns the count."""
+        _native.futex_wait_i32(self.mapping, layout.DOORBELL_OFFSET, heard, deadline_ns)
+        return _native.load_i32(self.mapping, layout.DOORBELL_OFFSET)
+
+    def wait_until(self, condition: Callable[[], bool], deadline_ns: int) -> bool:
+        """Blocks until `condition()` holds (looked at after every bell); False when the deadline passed first."""
+        while True:
+            heard = _native.load_i32(self.mapping, layout.BELL_OFFSET)
+            if condition():
+                return True
+            now = time.monotonic_ns()
+            if now >= deadline_ns:
+                return False
+            _native.futex_wait_i32(self.mapping, layout.BELL_OFFSET, heard, min(deadline_ns, now + _LOOK_AGAIN_NS))
+
+    # --- what an onlooker sees ------------------------------------------------------------------------------------------------
+
+    def read_rank(self, rank: int) -> layout.RankRecord:
+        return self.read(layout.RankRecord, layout.rank_offset(rank))
+
+    def status(self) -> EngineStatus:
+        """The engine as its ranks wrote it down last."""
+        record = self.read(layout.StatusRecord, layout.STATUS_OFFSET)
+        now = time.monotonic_ns()
+        return EngineStatus(
+            port=self.port,
+            admission=record.admission or "starting",
+            update=record.update or "idle",
+            version=record.version,
+            content_digest=record.content_digest,
+            legacy_status=LegacyStatus(record.legacy_status).name,
+            is_serving=bool(record.is_serving),
+            reason=record.reason if record.admission else "the engine is starting",
+            commands_done=record.commands_done,
+            ranks=[_rank_status(rank, self.read_rank(rank), now) for rank in range(self.num_ranks)],
+        )
+
+
+def _rank_status(rank: int, record: layout.RankRecord, now_ns: int) -> RankStatus:
+    return RankStatus(
+        rank=rank,
+        pid=record.pid,
+        phase=record.phase or "starting",
+        command=record.command,
+        version=record.version,
+        heartbeat_age_s=(now_ns - record.heartbeat_ns) / 1e9 if record.heartbeat_ns else float("inf"),
+        error=record.reason,
+    )
+
+
+def _attempts(deadline_ns: int):  # type: ignore[no-untyped-def]
+    attempt = 0
+    while attempt <= _SPINS_BEFORE_YIELD or time.monotonic_ns() < deadline_ns:
+        yield attempt
+        attempt += 1
+
+
+def remove_leftovers(port: int) -> None:
+    """Removes board, words and run directory at `port`. Only for whoever holds the port's owner lock."""
+    unlink_segment(board_name(port))
+    unlink_words(port)
+    shutil.rmtree(engine_dir(port), ignore_errors=True)
+
+
+def _lock_port(port: int) -> OwnerLock:
+    path = owner_lock_path(port)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = OwnerLock(path)
+    try:
+        lock.acquire()
+    except SegmentError as error:
+        raise ConfigurationError(
+            f"engine worker queue port {port} belongs to a live engine ({owner_of(path)}); choose another one"
+        ) from error
+    return lock
+
+
+def _write_header(mapping: _native.Mapping, port: int, num_ranks: int, run_dir: Path) -> None:
+    text = os.fsencode(run_dir)
+    if len(text) > layout.RUN_DIR_BYTES:
+        raise ConfigurationError(f"the run directory's path is longer than {layout.RUN_DIR_BYTES} bytes: {run_dir}")
+    with memoryview(mapping) as view:
+        view[layout.RUN_DIR_OFFSET : layout.RUN_DIR_OFFSET + len(text)] = text
+    for offset, value in (
+        (layout.ABI_OFFSET, layout.ABI),
+        (layout.NUM_RANKS_OFFSET, num_ranks),
+        (layout.NONCE_OFFSET, secrets.randbits(63)),
+        (layout.PORT_OFFSET, port),
+        (layout.MAGIC_OFFSET, layout.MAGIC),  # last: whoever reads it finds the rest
+    ):
+        _native.store_u64(mapping, offset, value)
+
+
+def _check_header(mapping: _native.Mapping, port: int) -> None:
+    if mapping.num_bytes < layout.board_bytes(1) or _native.load_u64(mapping, layout.MAGIC_OFFSET) != layout.MAGIC:
+        raise EngineNotFoundError(f"port {port}: {board_name(port)} is no board, or its engine is just starting; try again")
+    abi = _native.load_u64(mapping, layout.ABI_OFFSET)
+    num_ranks = _native.load_u64(mapping, layout.NUM_RANKS_OFFSET)
+    if abi != layout.ABI or mapping.num_bytes < layout.board_bytes(num_ranks):
+        raise EngineNotFoundError(f"port {port}: board abi {abi} (expected {layout.ABI}) of {num_ranks} ranks in {mapping.num_bytes} bytes")
+    if not is_alive(owner_lock_path(port)):
+        raise EngineNotFoundError(f"port {port}: the engine that made this board is dead; start one with `fastdeploy-rl serve`")

@@ -1,0 +1,154 @@
+"""FastDeploy's status words: one int32 each in POSIX shared memory, named `{word}.{port}`, byte-compatible with its IPCSignal.
+
+Owns their names, their second hard links and the way a foreign process asks for an update (store 1, poll for 0). Refuses to know what
+a value means to the engine: that is lifecycle.py. A foreign Python process that attaches and exits unlinks the name through its resource tracker, so
+the keeper restores a vanished name from the second link; a name that leads to another inode was recreated and is followed.
+"""
+
+import contextlib
+import os
+import time
+from types import TracebackType
+
+from fastdeploy_rl import _native
+from fastdeploy_rl.errors import DeadlineExceededError, EngineNotFoundError, SegmentError, UpdateRejectedError
+from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.memory.shared_segment import SHM_DIR, SharedSegment, unlink_segment
+
+WEIGHTS_WORD = "model_weights_status"
+KV_CACHE_WORD = "kv_cache_status"
+PREFIX_TREE_WORD = "prefix_tree_status"
+WORDS = (WEIGHTS_WORD, KV_CACHE_WORD, PREFIX_TREE_WORD)
+WORD_BYTES = 4
+
+
+def word_name(word: str, port: int) -> str:
+    return f"{word}.{port}"
+
+
+def _link_name(word: str, port: int) -> str:
+    return f"fastdeploy_rl_link.{word}.{port}"
+
+
+def create_words(port: int) -> None:
+    """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed first."""
+    unlink_words(port)
+    for word in WORDS:
+        SharedSegment.create(word_name(word, port), WORD_BYTES).close()
+        os.link(f"{SHM_DIR}/{word_name(word, port)}", f"{SHM_DIR}/{_link_name(word, port)}")
+
+
+def unlink_words(port: int) -> None:
+    """Removes names and second links; those already gone are no error."""
+    for word in WORDS:
+        unlink_segment(word_name(word, port))
+        unlink_segment(_link_name(word, port))
+
+
+class StatusWord:
+    """One word, attached. Its keeper (rank 0) also calls `follow`."""
+
+    def __init__(self, word: str, port: int) -> None:
+        self._word, self._port = word, port
+        self._segment = _attach(word, port)
+
+    @property
+    def mapping(self) -> _native.Mapping:
+        return self._segment.mapping
+
+    def load(self) -> int:
+        return _native.load_i32(self.mapping, 0)
+
+    def exchange(self, expected: int, desired: int) -> int:
+        """Compare-and-swap, then wakes whoever waits; returns what was there."""
+        found = _native.compare_exchange_i32(self.mapping, 0, expected, desired)
+        _native.futex_wake_i32(self.mapping, 0)
+        return found
+
+    def store(self, value: int) -> None:
+        """A plain store, then wakes whoever waits: what a trainer does to ask for something."""
+        _native.store_i32(self.mapping, 0, value)
+        _native.futex_wake_i32(self.mapping, 0)
+
+    def wait_change(self, value: int, deadline_ns: int) -> bool:
+        """Blocks while the word reads `value`; False when the deadline passed first."""
+        return _native.futex_wait_i32(self.mapping, 0, value, deadline_ns)
+
+    def follow(self) -> bool:
+        """Keeps name and mapping together; True when the mapping changed, because somebody recreated the word."""
+        name, link = (f"{SHM_DIR}/{n}" for n in (word_name(self._word, self._port), _link_name(self._word, self._port)))
+        try:
+            if os.path.samestat(os.stat(name), os.stat(link)):
+                return False
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.link(link, name)
+            return False
+        return self._adopt(name, link)
+
+    def _adopt(self, name: str, link: str) -> bool:
+        try:
+            recreated = _attach(self._word, self._port)
+        except EngineNotFoundError:
+            return False  # it vanished again: the next look restores it
+        fresh = f"{link}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        os.link(name, fresh)
+        os.replace(fresh, link)
+        self._segment, old = recreated, self._segment
+        del old  # unmapped when the watcher lets go of it
+        return True
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+def _attach(word: str, port: int) -> SharedSegment:
+    try:
+        return SharedSegment.attach(word_name(word, port), writable=True)
+    except SegmentError as error:
+        raise EngineNotFoundError(f"no engine has status words at port {port}: {error}") from error
+
+
+class LegacySignal:
+    """The plain legacy way, for a trainer: write the signal, poll for the answer. Needs no board.
+
+    The word can only say that the engine is back where it was, not why: after a rejected update it reads as before. `EngineController` tells the reason.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._word: StatusWord | None = None
+
+    def __enter__(self) -> "LegacySignal":
+        self._word = StatusWord(WEIGHTS_WORD, self._port)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._word is not None:
+            self._word.close()
+            self._word = None
+
+    def request_update(self, deadline_s: float) -> None:
+        """Writes 1 and waits until the word reads 0. DeadlineExceededError; UpdateRejectedError when a cleared engine stays cleared."""
+        self._request(LegacyStatus.UPDATING, LegacyStatus.NORMAL, deadline_s)
+
+    def request_clear(self, deadline_s: float) -> None:
+        """Writes -1 and waits until the word reads -2: by then weights and KV cache are freed on every rank."""
+        self._request(LegacyStatus.CLEARING, LegacyStatus.CLEARED, deadline_s)
+
+    def _request(self, command: LegacyStatus, wanted: LegacyStatus, deadline_s: float) -> None:
+        if self._word is None:
+            raise SegmentError("the signal is not attached; use it in a with statement")
+        deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
+        self._word.store(command)
+        while (value := self._word.load()) == command:
+            if not self._word.wait_change(value, deadline_ns):
+                raise DeadlineExceededError(
+                    f"port {self._port}: {command.name} was not answered within {deadline_s} s; the engine may still carry it out"
+                )
+        if value != wanted:
+            raise UpdateRejectedError(f"port {self._port}: after {command.name} the word reads {value}, not {int(wanted)}")

@@ -89,7 +89,7 @@ def contribution(data: "ReadableBuffer", offset: int, total_bytes: int) -> Fletc
 
     `offset` need not be a multiple of a word. Raises ValueError where the region leaves the tensor.
     """
-    region = np.frombuffer(data, np.uint8)
+    region = np.frombuffer(memoryview(data), np.uint8)
     if offset < 0 or offset + region.size > total_bytes:
         raise ValueError(f"region of {region.size} bytes at {offset} leaves a tensor of {total_bytes} bytes")
     first_word, lead = divmod(offset, _WORD_BYTES)
@@ -116,7 +116,7 @@ def int64_tensor_form(buffer: "ReadableBuffer") -> Fletcher4:
 
 def _blocks(buffer: "ReadableBuffer", block_words: int) -> Iterator[NDArray[np.uint32]]:
     """The words of the buffer in blocks of that many; what does not fill a last word comes zero-padded, by itself."""
-    data = np.frombuffer(buffer, np.uint8)
+    data = np.frombuffer(memoryview(buffer), np.uint8)
     whole = data.size - data.size % _WORD_BYTES
     for start in range(0, whole, block_words * _WORD_BYTES):
         yield data[start : min(start + block_words * _WORD_BYTES, whole)].view("<u4")
@@ -130,7 +130,7 @@ def _block_sums(words: NDArray[np.uint64] | NDArray[np.int64]) -> Fletcher4:
     return Fletcher4(*(int(value) & _MASK for value in sums))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _weights(size: int) -> tuple[NDArray[np.int64], ...]:
     """k, k(k+1)/2 and k(k+1)(k+2)/6 for k = size..1, exact."""
     k = np.arange(size, 0, -1, dtype=np.int64)

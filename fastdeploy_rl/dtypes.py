@@ -4,13 +4,13 @@ A dtype is its safetensors name (a str) everywhere above the wire. numpy has no 
 the upper half of a float32.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from fastdeploy_rl.errors import ConfigurationError
 
-_NUMPY: Final[dict[str, np.dtype]] = {
+_NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -27,7 +27,7 @@ DTYPES: Final = tuple(_NUMPY)
 _CASTS: Final = {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
 
 
-def numpy_dtype(dtype: str) -> np.dtype:
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The little-endian numpy dtype with the same bytes (BF16: uint16). Raises ConfigurationError for an unknown name."""
     try:
         return _NUMPY[dtype]

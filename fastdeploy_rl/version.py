@@ -25,7 +25,9 @@ class WeightVersion:
     def __post_init__(self) -> None:
         for name, value in (("epoch", self.epoch), ("step", self.step)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMIT:
-                raise VersionFormatError(f"{name} of a weight version must be an integer in [0, 2^63), got {value!r:.80}")
+                raise VersionFormatError(
+                    f"{name} of a weight version must be an integer in [0, 2^63), got {value!r:.80}"
+                )
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.step}"

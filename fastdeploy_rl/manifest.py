@@ -1,0 +1,304 @@
+"""The manifest: the immutable description of one published version.
+
+Owns the JSON format, its bounds, the rules every manifest keeps, and the three digests. Refuses to know who reads or writes the
+file and whether the bytes are there. Invariant: a `Manifest` that came out of `build_manifest` or `decode` is safe to follow -
+every part lies inside its segment, no two parts share a byte, names are unique, shards tile their axis, digests hold.
+
+Sizes and offsets are in bytes, digests are sha256 as 64 hex digits. The format name is `fastdeploy_rl.manifest/1`.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from fastdeploy_rl.checksum import Fletcher4
+from fastdeploy_rl.dtypes import DTYPES, itemsize
+from fastdeploy_rl.errors import ManifestError, VersionFormatError
+from fastdeploy_rl.version import WeightVersion
+
+FORMAT: Final = "fastdeploy_rl.manifest/1"
+MAX_BYTES: Final = 64 << 20
+MAX_TENSORS: Final = 200_000
+MAX_SEGMENTS: Final = 4096
+MAX_NAME_BYTES: Final = 512
+MAX_DIMENSIONS: Final = 8
+ALIGNMENT: Final = 512
+
+_LIMIT = 2**63
+_LOCATOR = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
+_LAYOUT = re.compile(r"full|tp:[1-9][0-9]{0,3}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
+
+
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease table;
+    `generation`: the even generation of that arena while it holds this version."""
+
+    kind: Literal["shm"]
+    locator: str
+    num_bytes: Count
+    arena: Count
+    generation: Count
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One contiguous piece of a tensor: indices [start, stop) along its shard axis, at `offset` of segment number `segment`.
+    A tensor without a shard axis has one part, 0 to 0."""
+
+    segment: Count
+    offset: Count
+    start: Count
+    stop: Count
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One named tensor: global shape, C-contiguous parts that tile `shard_axis` in order, fletcher4 of the *whole* tensor's
+    bytes in row-major order (however it is sharded)."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    shard_axis: Count | None
+    parts: tuple[Part, ...]
+    checksum: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+    def part_bytes(self, part: Part) -> int:
+        """Of one part."""
+        if self.shard_axis is None:
+            return self.num_bytes
+        return prod(self.shape[: self.shard_axis] + self.shape[self.shard_axis + 1 :], start=part.stop - part.start) * (
+            itemsize(self.dtype)
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Make one with `build_manifest` or `decode`; only those check it. `aliases`: a further name -> the tensor's name."""
+
+    format: Literal["fastdeploy_rl.manifest/1"]
+    version: str
+    layout: str
+    segments: tuple[Segment, ...]
+    tensors: tuple[Tensor, ...]
+    aliases: dict[str, str]
+    layout_digest: str
+    content_digest: str
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        return WeightVersion.parse(self.version)
+
+
+def build_manifest(
+    version: WeightVersion | str,
+    layout: str,
+    segments: Sequence[Segment],
+    tensors: Sequence[Tensor],
+    aliases: Mapping[str, str],
+) -> Manifest:
+    """A checked manifest with its digests. `layout` is "full" or "tp:N". Raises ManifestError naming the tensor at fault."""
+    manifest = Manifest(
+        format=FORMAT,
+        version=str(version),
+        layout=layout,
+        segments=tuple(segments),
+        tensors=tuple(tensors),
+        aliases=dict(aliases),
+        layout_digest="",
+        content_digest="",
+    )
+    _check(manifest)
+    layout_digest, content_digest = _digests(manifest)
+    return msgspec.structs.replace(manifest, layout_digest=layout_digest, content_digest=content_digest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The canonical bytes: equal manifests give equal bytes."""
+    return msgspec.json.encode(msgspec.structs.replace(manifest, aliases=dict(sorted(manifest.aliases.items()))))
+
+
+def decode(data: bytes) -> Manifest:
+    """Reads canonical bytes. Strict and bounded: whatever is wrong with them raises ManifestError, naming the tensor."""
+    if len(data) > MAX_BYTES:
+        raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
+    manifest = _parse(data)
+    _check(manifest)
+    if (manifest.layout_digest, manifest.content_digest) != _digests(manifest):
+        raise ManifestError(f"manifest {manifest.version}: its digests do not match what it describes")
+    if encode(manifest) != data:
+        raise ManifestError(f"manifest {manifest.version} is not in canonical form (order, spaces or repeated keys)")
+    return manifest
+
+
+def file_digest(data: bytes) -> str:
+    """sha256 of the canonical bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def content_digest_of(layout_digest: str, checksums: Mapping[str, Fletcher4]) -> str:
+    """The digest that equal weights in an equal layout share, from the checksum of each tensor (aliases left out).
+
+    Receipts compute theirs with it, from sums of what was read; names in any order.
+    """
+    return _digest_of([layout_digest, [[name, checksums[name].hex()] for name in sorted(checksums)]])
+
+
+def _digests(manifest: Manifest) -> tuple[str, str]:
+    tensors = sorted(manifest.tensors, key=lambda tensor: tensor.name)
+    described = [[tensor.name, tensor.dtype, tensor.shape, tensor.shard_axis] for tensor in tensors]
+    layout_digest = _digest_of([manifest.layout, described, sorted(manifest.aliases.items())])
+    checksums = {tensor.name: Fletcher4.parse(tensor.checksum) for tensor in tensors}
+    return layout_digest, content_digest_of(layout_digest, checksums)
+
+
+def _digest_of(described: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
+
+
+def _parse(data: bytes) -> Manifest:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"manifest cannot be read: {error}") from error
+
+
+def _check(manifest: Manifest) -> None:
+    _check_header(manifest)
+    for segment in manifest.segments:
+        _check_segment(segment)
+    _check_unique(manifest)
+    for tensor in manifest.tensors:
+        _check_tensor(tensor, manifest.segments)
+    _check_overlaps(manifest.tensors)
+
+
+def _check_header(manifest: Manifest) -> None:
+    try:
+        WeightVersion.parse(manifest.version)
+    except VersionFormatError as error:
+        raise ManifestError(f"manifest: {error}") from error
+    if not _LAYOUT.fullmatch(manifest.layout):
+        raise ManifestError(f"manifest: layout must be full or tp:N, got {manifest.layout!r:.80}")
+    if len(manifest.tensors) + len(manifest.aliases) > MAX_TENSORS:
+        raise ManifestError(f"manifest: {len(manifest.tensors)} tensors are more than {MAX_TENSORS}")
+    if len(manifest.segments) > MAX_SEGMENTS:
+        raise ManifestError(f"manifest: {len(manifest.segments)} segments are more than {MAX_SEGMENTS}")
+
+
+def _check_segment(segment: Segment) -> None:
+    if not _LOCATOR.fullmatch(segment.locator) or not segment.locator.strip("."):
+        raise ManifestError(f"segment {segment.locator!r:.80}: a locator is 1 to 200 of A-Z a-z 0-9 _ . -")
+    _check_counts(f"segment {segment.locator!r}", segment.num_bytes, segment.arena, segment.generation)
+    if segment.generation % 2:
+        raise ManifestError(f"segment {segment.locator!r}: generation {segment.generation} is odd (being written)")
+
+
+def _check_unique(manifest: Manifest) -> None:
+    _refuse_duplicates("segment", (segment.locator for segment in manifest.segments))
+    _refuse_duplicates("tensor", (tensor.name for tensor in manifest.tensors))
+    names = {tensor.name for tensor in manifest.tensors}
+    for alias, target in manifest.aliases.items():
+        _check_name(alias)
+        if alias in names:
+            raise ManifestError(f"alias {alias!r}: a tensor has that name")
+        if target not in names:
+            raise ManifestError(f"alias {alias!r}: {target!r:.80} is no tensor of this manifest")
+
+
+def _refuse_duplicates(what: str, names: Iterator[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ManifestError(f"{what} {name!r:.600}: named twice")
+        seen.add(name)
+
+
+def _check_tensor(tensor: Tensor, segments: Sequence[Segment]) -> None:
+    _check_name(tensor.name)
+    _check_shape(tensor)
+    _check_tiling(tensor)
+    for part in tensor.parts:
+        _check_part(tensor, part, segments)
+    if not _DIGEST.fullmatch(tensor.checksum):
+        raise ManifestError(f"{tensor.name}: checksum must be 64 lowercase hex digits, got {tensor.checksum!r:.80}")
+
+
+def _check_name(name: str) -> None:
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"tensor name {name!r:.600} is not UTF-8") from error
+    if not 1 <= num_bytes <= MAX_NAME_BYTES:
+        raise ManifestError(f"tensor name {name!r:.80} has {num_bytes} bytes; 1 to {MAX_NAME_BYTES} are allowed")
+
+
+def _check_shape(tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise ManifestError(f"{tensor.name}: unknown dtype {tensor.dtype!r:.80}; known are {' '.join(DTYPES)}")
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise ManifestError(f"{tensor.name}: {len(tensor.shape)} dimensions are more than {MAX_DIMENSIONS}")
+    _check_counts(tensor.name, *tensor.shape)
+    if prod(max(size, 1) for size in tensor.shape) * itemsize(tensor.dtype) >= _LIMIT:
+        raise ManifestError(f"{tensor.name}: shape {list(tensor.shape)} is larger than any memory")
+
+
+def _check_tiling(tensor: Tensor) -> None:
+    axis, spans = tensor.shard_axis, [(part.start, part.stop) for part in tensor.parts]
+    if axis is not None and not 0 <= axis < len(tensor.shape):
+        raise ManifestError(f"{tensor.name}: shard axis {axis} is no axis of shape {list(tensor.shape)}")
+    if axis is None:
+        tiles = spans == [(0, 0)]
+    else:
+        starts, stops = [0] + [stop for _, stop in spans], [start for start, _ in spans] + [tensor.shape[axis]]
+        tiles = bool(spans) and starts == stops and all(start <= stop for start, stop in spans)
+    if not tiles:
+        raise ManifestError(f"{tensor.name}: parts {_shorten(spans)} do not tile axis {axis} of {list(tensor.shape)}")
+
+
+def _check_part(tensor: Tensor, part: Part, segments: Sequence[Segment]) -> None:
+    _check_counts(tensor.name, part.segment, part.offset)
+    if part.segment >= len(segments):
+        raise ManifestError(f"{tensor.name}: segment {part.segment} of {len(segments)} does not exist")
+    if part.offset % ALIGNMENT:
+        raise ManifestError(f"{tensor.name}: offset {part.offset} is not a multiple of {ALIGNMENT}")
+    segment, stop = segments[part.segment], part.offset + tensor.part_bytes(part)
+    if stop > segment.num_bytes:
+        raise ManifestError(
+            f"{tensor.name}: bytes {part.offset} to {stop} leave segment {segment.locator!r} of {segment.num_bytes} bytes"
+        )
+
+
+def _check_overlaps(tensors: Sequence[Tensor]) -> None:
+    spans = sorted(
+        (part.segment, part.offset, part.offset + num_bytes, tensor.name)
+        for tensor in tensors
+        for part in tensor.parts
+        if (num_bytes := tensor.part_bytes(part))
+    )
+    for before, after in zip(spans, spans[1:], strict=False):
+        if before[0] == after[0] and after[1] < before[2]:
+            raise ManifestError(f"{after[3]}: overlaps {before[3]} at byte {after[1]} of segment {after[0]}")
+
+
+def _check_counts(what: str, *counts: int) -> None:
+    """The bounds that the decoder enforces, for manifests built in memory."""
+    for count in counts:
+        if not 0 <= count < _LIMIT:
+            raise ManifestError(f"{what}: {count} is not in [0, 2^63)")
+
+
+def _shorten(values: Sequence[Any]) -> str:
+    return str(list(values[:8]))[:-1] + (", ...]" if len(values) > 8 else "]")

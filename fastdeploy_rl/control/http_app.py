@@ -1,0 +1,196 @@
+"""The HTTP face of an engine: OpenAI's routes, FastDeploy's control routes, and the weights.
+
+Owns routes, status codes and the size of bodies. Refuses to know processes and boards: both come in behind Protocols.
+Invariant: whatever fails answers in OpenAI's error form with the code of its class in errors.py; a 503 carries
+Retry-After and the reason.
+
+    GET  /health                     200 while it serves, else 503 with the reason
+    GET  /v1/models                  the model and the live version
+    POST /v1/completions             OpenAI; streamed or whole
+    POST /v1/chat/completions        OpenAI; streamed or whole
+    GET  /metrics                    Prometheus
+    GET  /clear_load_weight          FastDeploy: 200, 400, 403, 404; 409 rejected
+    GET  /update_model_weight        FastDeploy: 200, 400, 403, 404; 409 rejected
+    GET  /v1/weights                 status and live version
+    GET  /v1/weights/receipt         the proof; ?recompute=true reads live memory again
+    POST /v1/weights/update          {"version"?, "deadline_s"?} -> report
+    POST /v1/weights/clear           {"deadline_s"?} -> report
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.control.completions import CompletionService
+from fastdeploy_rl.control.metrics import CONTENT_TYPE, EngineMetrics
+from fastdeploy_rl.control.openai_format import error_body
+from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES, Body, parse_chat, parse_completion
+from fastdeploy_rl.control.weights_service import LegacyAnswer, WeightsService
+from fastdeploy_rl.errors import FastDeployRLError, NotServingError, RequestError
+
+_log = logging.getLogger(__name__)
+RETRY_AFTER_S = 1
+
+
+class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/weights/update. No version means the newest."""
+
+    version: str | None = None
+    deadline_s: float = Deadlines.update_s
+
+
+class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/weights/clear."""
+
+    deadline_s: float = Deadlines.clear_s
+
+
+@dataclass(frozen=True)
+class EngineFace:
+    """What the routes stand on."""
+
+    completions: CompletionService
+    weights: WeightsService
+    metrics: EngineMetrics
+
+
+def make_app(face: EngineFace) -> FastAPI:
+    """The application; starts nothing and owns nothing of `face`."""
+    app = FastAPI(title="fastdeploy_rl", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(FastDeployRLError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    _add_engine_routes(app, face)
+    _add_completion_routes(app, face)
+    _add_weight_routes(app, face.weights)
+    _add_legacy_routes(app, face.weights)
+    return app
+
+
+def _add_engine_routes(app: FastAPI, face: EngineFace) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        await face.weights.check_serving()
+        return _json({"status": "serving"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        status = await face.weights.status()
+        card = {"id": face.completions.model_name, "object": "model", "owned_by": "fastdeploy_rl"}
+        live = {"weight_version": status.version, "content_digest": status.content_digest}
+        return _json(
+            {"object": "list", "data": [card | live | {"max_model_len": face.completions.engine.max_model_len}]}
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(face.metrics.render(await face.weights.status()), media_type=CONTENT_TYPE)
+
+
+def _add_completion_routes(app: FastAPI, face: EngineFace) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _complete(face, request, parse_completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _complete(face, request, parse_chat)
+
+
+async def _complete(face: EngineFace, request: Request, parse: Callable[[bytes], Body]) -> Response:
+    body = parse(await _read_body(request))
+    running = face.completions.prepare(body)
+    await face.weights.check_serving()
+    if body.stream:
+        return StreamingResponse(await running.stream(), media_type="text/event-stream")
+    return _json(await running.whole(request.is_disconnected))
+
+
+def _add_weight_routes(app: FastAPI, weights: WeightsService) -> None:
+    @app.get("/v1/weights")
+    async def status() -> Response:
+        return _json(await weights.status())
+
+    @app.get("/v1/weights/receipt")
+    async def receipt(request: Request) -> Response:
+        recompute = _flag(request, "recompute")
+        return _json(await weights.receipt(recompute=recompute, deadline_s=_seconds(request, "deadline_s")))
+
+    @app.post("/v1/weights/update")
+    async def update(request: Request) -> Response:
+        body = _decode(await _read_body(request), UpdateBody)
+        return _json(await weights.update(body.version, deadline_s=body.deadline_s))
+
+    @app.post("/v1/weights/clear")
+    async def clear(request: Request) -> Response:
+        body = _decode(await _read_body(request), ClearBody)
+        return _json(await weights.clear(deadline_s=body.deadline_s))
+
+
+def _add_legacy_routes(app: FastAPI, weights: WeightsService) -> None:
+    @app.get("/clear_load_weight")
+    async def clear_load_weight() -> Response:
+        return _legacy(await weights.legacy_clear())
+
+    @app.get("/update_model_weight")
+    async def update_model_weight() -> Response:
+        return _legacy(await weights.legacy_update())
+
+
+def _legacy(answer: LegacyAnswer) -> Response:
+    return _json({"code": answer.code, "message": answer.message}, answer.code)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    status = error.http_status if isinstance(error, FastDeployRLError) else 500
+    if status >= 500:
+        _log.warning("path=%s status=%d error=%s reason=%s", request.url.path, status, type(error).__name__, error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == NotServingError.http_status else {}
+    return _json(error_body(type(error).__name__, str(error)), status, headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods, in the same form."""
+    code, detail = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, str(error))
+    return _json(error_body(RequestError.__name__, f"{request.method} {request.url.path}: {detail}"), code)
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the request body is not what this route takes: {error}") from error
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise RequestError(f"`{name}` must be true or false, got {text[:40]!r}")
+    return text in ("true", "1")
+
+
+def _seconds(request: Request, name: str) -> float:
+    text = request.query_params.get(name, str(Deadlines.update_s))
+    try:
+        return float(text)
+    except ValueError as error:
+        raise RequestError(f"`{name}` must be a number of seconds, got {text[:40]!r}") from error
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

@@ -1,0 +1,81 @@
+"""What Prometheus is told about an engine: the reports, the status and the requests, as numbers.
+
+Owns names and labels; each label value is a word of the design. Refuses to know where the numbers come from. Uses a
+registry of its own, so that two engines in one process do not collide.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from fastdeploy_rl.report import EngineStatus, UpdateReport
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STEP_BUCKETS = (0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
+_ADMISSIONS = ("starting", "serving", "paused", "fenced", "stopped")
+
+
+class EngineMetrics:
+    """`observe_*` as things happen; `render` gives the page."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        prefix = "fastdeploy_rl"
+        self._weights = Gauge(
+            f"{prefix}_weights_live", "1 for the live version", ["version", "content_digest"], registry=self._registry
+        )
+        self._admission = Gauge(f"{prefix}_admission", "1 for the present state", ["state"], registry=self._registry)
+        self._updates = Counter(
+            f"{prefix}_updates", "Commands by kind and outcome", ["kind", "outcome"], registry=self._registry
+        )
+        self._step_seconds = Histogram(
+            f"{prefix}_step_seconds",
+            "Seconds of one step on one rank",
+            ["step"],
+            buckets=_STEP_BUCKETS,
+            registry=self._registry,
+        )
+        self._stall_seconds = Histogram(
+            f"{prefix}_stall_seconds",
+            "Seconds without decoding, by command",
+            ["kind"],
+            buckets=_STEP_BUCKETS,
+            registry=self._registry,
+        )
+        self._bytes = Counter(f"{prefix}_weight_bytes", "Weight bytes taken over", ["apply"], registry=self._registry)
+        self._requests = Counter(
+            f"{prefix}_requests", "Requests by how they ended", ["result"], registry=self._registry
+        )
+        self._tokens = Counter(f"{prefix}_tokens", "Tokens by kind", ["kind"], registry=self._registry)
+        self._heartbeat_age = Gauge(
+            f"{prefix}_heartbeat_age_seconds", "Age of a rank's last sign of life", ["rank"], registry=self._registry
+        )
+
+    def observe_report(self, report: UpdateReport) -> None:
+        self._updates.labels(report.kind, report.outcome).inc()
+        self._stall_seconds.labels(report.kind).observe(report.stall_seconds)
+        for step, seconds in _steps(report):
+            self._step_seconds.labels(step).observe(seconds)
+        self._bytes.labels("aliased").inc(report.aliased_bytes)
+        self._bytes.labels("copied").inc(report.copied_bytes)
+
+    def observe_request(self, result: str, *, prompt_tokens: int, completion_tokens: int) -> None:
+        """`result`: "stop", "length", "abort", "cancel" or "refused"."""
+        self._requests.labels(result).inc()
+        self._tokens.labels("prompt").inc(prompt_tokens)
+        self._tokens.labels("completion").inc(completion_tokens)
+
+    def render(self, status: EngineStatus) -> bytes:
+        """The page in Prometheus' text format, with `status` as the present."""
+        self._weights.clear()
+        if status.version:
+            self._weights.labels(status.version, status.content_digest).set(1)
+        for state in _ADMISSIONS:
+            self._admission.labels(state).set(state == status.admission)
+        for rank in status.ranks:
+            self._heartbeat_age.labels(str(rank.rank)).set(rank.heartbeat_age_s)
+        return generate_latest(self._registry)
+
+
+def _steps(report: UpdateReport) -> Iterator[tuple[str, float]]:
+    return ((step.step, step.seconds) for rank in report.ranks for step in rank.steps)

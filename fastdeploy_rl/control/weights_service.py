@@ -1,0 +1,135 @@
+"""Weight commands for an event loop: every wait on the board happens in a thread, status apart from commands.
+
+Owns the threads and the FastDeploy codes of the two legacy routes. Refuses to know what a command does. Invariant: a
+command that waits never keeps a status from being read, and more than MAX_COMMANDS waiting ones are refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+from fastdeploy_rl.errors import (
+    DeadlineExceededError,
+    FastDeployRLError,
+    NoPublicationError,
+    NotServingError,
+    RequestError,
+)
+from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.receipt import Receipt
+from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
+
+MAX_COMMANDS = 8
+MAX_DEADLINE_S = 3600.0
+LEGACY_DEADLINE_S = 300.0
+"""FastDeploy's time-out of its two routes."""
+
+_ResultT = TypeVar("_ResultT")
+
+
+class WeightsClient(Protocol):
+    """An engine's board, blocking; the errors of the tree."""
+
+    def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport: ...
+    def clear(self, *, deadline_s: float) -> UpdateReport: ...
+    def status(self) -> EngineStatus: ...
+    def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt: ...
+
+
+class LegacyAnswer(NamedTuple):
+    """Code and text of FastDeploy's routes: 200 done or already so, 400 same transition running, 403 the opposite one
+    running, 404 timed out, 409 rejected."""
+
+    code: int
+    message: str
+
+
+class WeightsService:
+    """The commands of one engine; `close` gives the threads back."""
+
+    def __init__(self, client: WeightsClient) -> None:
+        self._client = client
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="board-status")
+        self._commanders = ThreadPoolExecutor(MAX_COMMANDS, thread_name_prefix="board-command")
+        self._running: list[CommandKind] = []
+
+    async def status(self) -> EngineStatus:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._client.status)
+
+    async def check_serving(self) -> None:
+        """NotServingError with the reason while the engine refuses requests."""
+        status = await self.status()
+        if not status.is_serving:
+            raise NotServingError(status.reason or f"the engine is {status.admission}")
+
+    async def update(self, version: str | None, *, deadline_s: float) -> UpdateReport:
+        _check_deadline(deadline_s)
+        return await self._command(CommandKind.UPDATE, partial(self._client.update, version, deadline_s=deadline_s))
+
+    async def clear(self, *, deadline_s: float) -> UpdateReport:
+        _check_deadline(deadline_s)
+        return await self._command(CommandKind.CLEAR, partial(self._client.clear, deadline_s=deadline_s))
+
+    async def receipt(self, *, recompute: bool, deadline_s: float) -> Receipt:
+        _check_deadline(deadline_s)
+        call = partial(self._client.receipt, recompute=recompute, deadline_s=deadline_s)
+        return await self._command(CommandKind.RECOMPUTE, call)
+
+    async def legacy_clear(self) -> LegacyAnswer:
+        """GET /clear_load_weight."""
+        if answer := await self._legacy_refusal(CommandKind.CLEAR, LegacyStatus.CLEARED):
+            return answer
+        return await _legacy_outcome(self.clear(deadline_s=LEGACY_DEADLINE_S), "cleared")
+
+    async def legacy_update(self) -> LegacyAnswer:
+        """GET /update_model_weight. An engine that serves and finds nothing published is "already so"."""
+        if answer := await self._legacy_refusal(CommandKind.UPDATE, None):
+            return answer
+        was_serving = (await self.status()).is_serving
+        try:
+            return await _legacy_outcome(self.update(None, deadline_s=LEGACY_DEADLINE_S), "updated")
+        except NoPublicationError as error:
+            return LegacyAnswer(200, f"already updated: {error}") if was_serving else LegacyAnswer(409, str(error))
+
+    async def _legacy_refusal(self, kind: CommandKind, settled: LegacyStatus | None) -> LegacyAnswer | None:
+        word = LegacyStatus[(await self.status()).legacy_status]
+        running = {CommandKind.UPDATE: LegacyStatus.UPDATING, CommandKind.CLEAR: LegacyStatus.CLEARING}
+        for other, state in running.items():
+            if other in self._running or word == state:
+                same = other == kind
+                return LegacyAnswer(
+                    400 if same else 403, f"weights are {state.name.lower()} {'already' if same else 'now'}"
+                )
+        return LegacyAnswer(200, "already cleared") if settled is not None and word == settled else None
+
+    async def _command(self, kind: CommandKind, call: Callable[[], _ResultT]) -> _ResultT:
+        if len(self._running) >= MAX_COMMANDS:
+            raise NotServingError(f"{MAX_COMMANDS} weight commands are waiting already; ask again when one is done")
+        self._running.append(kind)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._commanders, call)
+        finally:
+            self._running.remove(kind)
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._commanders.shutdown(wait=False, cancel_futures=True)
+
+
+async def _legacy_outcome(command: Awaitable[UpdateReport], done: str) -> LegacyAnswer:
+    try:
+        report = await command
+    except NoPublicationError:
+        raise
+    except DeadlineExceededError as error:
+        return LegacyAnswer(404, str(error))
+    except FastDeployRLError as error:
+        return LegacyAnswer(409, str(error))
+    return LegacyAnswer(200, f"{done}: version {report.version or 'none'}")
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise RequestError(f"`deadline_s` must be above 0 and at most {MAX_DEADLINE_S:.0f}, got {deadline_s!r}")

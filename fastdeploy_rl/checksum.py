@@ -4,21 +4,23 @@ With words w_1..w_n (the last zero-padded) and k = n - i + 1:
 
     A = sum w    B = sum k w    C = sum k(k+1)/2 w    D = sum k(k+1)(k+2)/6 w      each mod 2^64
 
-This file owns the law and its exact, slow reference; the fast form is the native core's, which must agree bit for bit. It
-refuses to know what a tensor is. Invariant, on which receipts rest: the sums are *linear*, so the contributions of regions that
-tile some bytes add up to the checksum of the whole. It finds accidents, not attackers.
+This file owns the law and its exact, slow reference; the fast form is the native core's, which must agree bit for bit.
+It refuses to know what a tensor is. Invariant, on which receipts rest: the sums are *linear*, so the contributions of
+regions that tile some bytes add up to the checksum of the whole. It finds accidents, not attackers.
 """
 
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    Bytes = ReadableBuffer | NDArray[Any]
 
 _MASK = 2**64 - 1
 _WORD_BYTES = 4
@@ -76,7 +78,7 @@ def add(x: Fletcher4, y: Fletcher4) -> Fletcher4:
     return Fletcher4(*((p + q) & _MASK for p, q in zip(x, y, strict=True)))
 
 
-def of_bytes(buffer: "ReadableBuffer") -> Fletcher4:
+def of_bytes(buffer: "Bytes") -> Fletcher4:
     """Checksum of a C-contiguous buffer of any size and type; reads it once and keeps nothing."""
     sums = ZERO
     for words in _blocks(buffer, _BLOCK_WORDS):
@@ -84,12 +86,12 @@ def of_bytes(buffer: "ReadableBuffer") -> Fletcher4:
     return sums
 
 
-def contribution(data: "ReadableBuffer", offset: int, total_bytes: int) -> Fletcher4:
+def contribution(data: "Bytes", offset: int, total_bytes: int) -> Fletcher4:
     """Checksum of a tensor of `total_bytes` in which `data` lies at byte `offset` and every other byte is zero.
 
     `offset` need not be a multiple of a word. Raises ValueError where the region leaves the tensor.
     """
-    region = np.frombuffer(memoryview(data), np.uint8)
+    region = _flat(data)
     if offset < 0 or offset + region.size > total_bytes:
         raise ValueError(f"region of {region.size} bytes at {offset} leaves a tensor of {total_bytes} bytes")
     first_word, lead = divmod(offset, _WORD_BYTES)
@@ -104,7 +106,7 @@ def num_words(num_bytes: int) -> int:
     return -(-num_bytes // _WORD_BYTES)
 
 
-def int64_tensor_form(buffer: "ReadableBuffer") -> Fletcher4:
+def int64_tensor_form(buffer: "Bytes") -> Fletcher4:
     """The form a GPU runs: rows of at most 2^20 words, masked to unsigned, against an exact int64 weight table; int64
     arithmetic wraps as mod 2^64 does. Rows are combined on the host. Here numpy's int64 stands in for the device."""
     sums = ZERO
@@ -114,9 +116,13 @@ def int64_tensor_form(buffer: "ReadableBuffer") -> Fletcher4:
     return sums
 
 
-def _blocks(buffer: "ReadableBuffer", block_words: int) -> Iterator[NDArray[np.uint32]]:
+def _flat(buffer: "Bytes") -> NDArray[np.uint8]:
+    return np.frombuffer(buffer if isinstance(buffer, np.ndarray) else memoryview(buffer), np.uint8)
+
+
+def _blocks(buffer: "Bytes", block_words: int) -> Iterator[NDArray[np.uint32]]:
     """The words of the buffer in blocks of that many; what does not fill a last word comes zero-padded, by itself."""
-    data = np.frombuffer(memoryview(buffer), np.uint8)
+    data = _flat(buffer)
     whole = data.size - data.size % _WORD_BYTES
     for start in range(0, whole, block_words * _WORD_BYTES):
         yield data[start : min(start + block_words * _WORD_BYTES, whole)].view("<u4")

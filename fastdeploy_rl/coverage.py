@@ -1,7 +1,8 @@
 """Which published tensor feeds which parameter of the model, decided before a byte is touched.
 
-Owns the five kinds of coverage and the check that a manifest and a model match exactly. Refuses to know how bytes move. Invariant:
-a `CoverageReport` exists only where every updated and tied parameter has exactly one source and every published name has a use.
+Owns the five kinds of coverage and the check that a manifest and a model match exactly. Refuses to know how bytes move.
+Invariant: a `CoverageReport` exists only where every updated and tied parameter has exactly one source and every
+published name has a use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,8 @@ class Coverage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One tensor of the model. `shape` is global; `shard_axis` is the axis that is split evenly over the ranks (None: every
-    rank holds all of it); `tied_to` names an UPDATED parameter, for TIED ones only."""
+    """One tensor of the model. `shape` is global; `shard_axis` is the axis that is split evenly over the ranks (None:
+    every rank holds all of it); `tied_to` names an UPDATED parameter, for TIED ones only."""
 
     name: str
     dtype: str
@@ -45,8 +46,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class CoverageReport:
-    """`sources`: every updated and tied parameter -> the tensor of the manifest that feeds it (aliases resolved). Parameters
-    that are derived, frozen or transient take nothing and are left out."""
+    """`sources`: every updated and tied parameter -> the tensor of the manifest that feeds it (aliases resolved).
+    Parameters that are derived, frozen or transient take nothing and are left out."""
 
     sources: Mapping[str, str]
 
@@ -54,8 +55,9 @@ class CoverageReport:
 def check_coverage(manifest: Manifest, specs: Sequence[ParameterSpec]) -> CoverageReport:
     """Matches a publication with a model.
 
-    A tied group may be published under any of its names; under several, only with equal checksums. Allowed casts: F32 <-> BF16.
-    Raises CoverageError that lists every problem, one a line, and ConfigurationError where the specs contradict themselves.
+    A tied group may be published under any of its names; under several, only with equal checksums. Allowed casts: F32
+    <-> BF16. Raises CoverageError that lists every problem, one a line, and ConfigurationError where the specs
+    contradict themselves.
     """
     groups = _tied_groups(specs)
     published = _Published(manifest)

@@ -1,7 +1,7 @@
 """The element types: safetensors names, their sizes, what numpy calls them, and which of them may become which.
 
-A dtype is its safetensors name (a str) everywhere above the wire. numpy has no bfloat16, so BF16 arrays are uint16 that hold
-the upper half of a float32.
+A dtype is its safetensors name (a str) everywhere above the wire. numpy has no bfloat16, so BF16 arrays are uint16 that
+hold the upper half of a float32.
 """
 
 from typing import Any, Final
@@ -28,7 +28,8 @@ _CASTS: Final = {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype with the same bytes (BF16: uint16). Raises ConfigurationError for an unknown name."""
+    """The little-endian numpy dtype with the same bytes (BF16: uint16). Raises ConfigurationError for an unknown
+    name."""
     try:
         return _NUMPY[dtype]
     except KeyError:

@@ -1,8 +1,9 @@
 """The manifest: the immutable description of one published version.
 
-Owns the JSON format, its bounds, the rules every manifest keeps, and the three digests. Refuses to know who reads or writes the
-file and whether the bytes are there. Invariant: a `Manifest` that came out of `build_manifest` or `decode` is safe to follow -
-every part lies inside its segment, no two parts share a byte, names are unique, shards tile their axis, digests hold.
+Owns the JSON format, its bounds, the rules every manifest keeps, and the three digests. Refuses to know who reads or
+writes the file and whether the bytes are there. Invariant: a `Manifest` that came out of `build_manifest` or `decode`
+is safe to follow - every part lies inside its segment, no two parts share a byte, names are unique, shards tile their
+axis, digests hold.
 
 Sizes and offsets are in bytes, digests are sha256 as 64 hex digits. The format name is `fastdeploy_rl.manifest/1`.
 """
@@ -10,6 +11,7 @@ Sizes and offsets are in bytes, digests are sha256 as 64 hex digits. The format 
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Final, Literal
 
@@ -37,8 +39,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease table;
-    `generation`: the even generation of that arena while it holds this version."""
+    """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease
+    table; `generation`: the even generation of that arena while it holds this version."""
 
     kind: Literal["shm"]
     locator: str
@@ -48,8 +50,8 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One contiguous piece of a tensor: indices [start, stop) along its shard axis, at `offset` of segment number `segment`.
-    A tensor without a shard axis has one part, 0 to 0."""
+    """One contiguous piece of a tensor: indices [start, stop) along its shard axis, at `offset` of segment number
+    `segment`. A tensor without a shard axis has one part, 0 to 0."""
 
     segment: Count
     offset: Count
@@ -58,8 +60,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One named tensor: global shape, C-contiguous parts that tile `shard_axis` in order, fletcher4 of the *whole* tensor's
-    bytes in row-major order (however it is sharded)."""
+    """One named tensor: global shape, C-contiguous parts that tile `shard_axis` in order, fletcher4 of the *whole*
+    tensor's bytes in row-major order (however it is sharded)."""
 
     name: str
     dtype: str
@@ -83,7 +85,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Make one with `build_manifest` or `decode`; only those check it. `aliases`: a further name -> the tensor's name."""
+    """Make one with `build_manifest` or `decode`; only those check it. `aliases`: a further name -> the tensor's
+    name."""
 
     format: Literal["fastdeploy_rl.manifest/1"]
     version: str
@@ -106,7 +109,8 @@ def build_manifest(
     tensors: Sequence[Tensor],
     aliases: Mapping[str, str],
 ) -> Manifest:
-    """A checked manifest with its digests. `layout` is "full" or "tp:N". Raises ManifestError naming the tensor at fault."""
+    """A checked manifest with its digests. `layout` is "full" or "tp:N". Raises ManifestError naming the tensor at
+    fault."""
     manifest = Manifest(
         format=FORMAT,
         version=str(version),
@@ -128,7 +132,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads canonical bytes. Strict and bounded: whatever is wrong with them raises ManifestError, naming the tensor."""
+    """Reads canonical bytes. Strict and bounded: whatever is wrong with them raises ManifestError, naming the
+    tensor."""
     if len(data) > MAX_BYTES:
         raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
     manifest = _parse(data)
@@ -277,7 +282,7 @@ def _check_part(tensor: Tensor, part: Part, segments: Sequence[Segment]) -> None
     segment, stop = segments[part.segment], part.offset + tensor.part_bytes(part)
     if stop > segment.num_bytes:
         raise ManifestError(
-            f"{tensor.name}: bytes {part.offset} to {stop} leave segment {segment.locator!r} of {segment.num_bytes} bytes"
+            f"{tensor.name}: bytes {part.offset} to {stop} leave the {segment.num_bytes} of segment {segment.locator!r}"
         )
 
 
@@ -288,7 +293,7 @@ def _check_overlaps(tensors: Sequence[Tensor]) -> None:
         for part in tensor.parts
         if (num_bytes := tensor.part_bytes(part))
     )
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in pairwise(spans):
         if before[0] == after[0] and after[1] < before[2]:
             raise ManifestError(f"{after[3]}: overlaps {before[3]} at byte {after[1]} of segment {after[0]}")
 

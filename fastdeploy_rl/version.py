@@ -1,7 +1,7 @@
 """The order of weights: `WeightVersion(epoch, step)`.
 
-Owns the order and the text form `3.1200`. Refuses to know who hands out epochs (the channel does) or whether a version may go
-back (the manager does). Invariant: one version has one text, and text order never matters, only (epoch, step).
+Owns the order and the text form `3.1200`. Refuses to know who hands out epochs (the channel does) or whether a version
+may go back (the manager does). Invariant: one version has one text, and text order never matters, only (epoch, step).
 """
 
 import re
@@ -34,7 +34,8 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str, *, current_epoch: int | None = None) -> "WeightVersion":
-        """`"3.1200"`, or, where `current_epoch` is given, also FastDeploy's plain `"1200"`: that step of the current epoch.
+        """`"3.1200"`, or, where `current_epoch` is given, also FastDeploy's plain `"1200"`: that step of the current
+        epoch.
 
         Raises VersionFormatError on any other text (leading zeros, signs, spaces, numbers >= 2^63 included).
         """

@@ -1,7 +1,7 @@
 """How Llama-type models are split over tensor-parallel ranks, by parameter name.
 
-Paddle's layout: linear weights are [in, out], embeddings and the head [vocab, hidden]. Column-parallel layers split their
-outputs, row-parallel ones their inputs, both vocabulary tensors their rows; norms are whole on every rank.
+Paddle's layout: linear weights are [in, out], embeddings and the head [vocab, hidden]. Column-parallel layers split
+their outputs, row-parallel ones their inputs, both vocabulary tensors their rows; norms are whole on every rank.
 """
 
 import re

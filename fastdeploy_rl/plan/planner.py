@@ -1,11 +1,11 @@
 """The plan of one rank: which published bytes become which bytes of its parameters.
 
-Owns the geometry (slices of C-contiguous tensors as strided 2-D regions) and two promises: each byte of a parameter is written by
-exactly one region, and each byte of a published tensor is *owned* (counted in receipts) by exactly one region of one rank.
-Refuses to know where memory is and who moves it.
+Owns the geometry (slices of C-contiguous tensors as strided 2-D regions) and two promises: each byte of a parameter is
+written by exactly one region, and each byte of a published tensor is *owned* (counted in receipts) by exactly one
+region of one rank. Refuses to know where memory is and who moves it.
 
-All offsets, strides and sizes are in bytes. A plan holds for the manifest it was made from: `layout_digest` says how tensors are
-split, not where in a segment they lie.
+All offsets, strides and sizes are in bytes. A plan holds for the manifest it was made from: `layout_digest` says how
+tensors are split, not where in a segment they lie.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,10 @@ from fastdeploy_rl.manifest import Manifest, Part, Tensor
 class PlannedRegion:
     """`rows` rows of `row_bytes` (counted in the source) of one part of a published tensor.
 
-    Source places are inside the segment, target places inside this rank's parameter (rows after `cast`). `read_*`: where the
-    rows lie in the whole published tensor, for its checksum; `live_*`: where they lie in this rank's parameter, for that of what
-    is live. `owns_read`: this rank counts these source bytes in the receipt; every rank that needs them reads them all the same.
+    Source places are inside the segment, target places inside this rank's parameter (rows after `cast`). `read_*`:
+    where the rows lie in the whole published tensor, for its checksum; `live_*`: where they lie in this rank's
+    parameter, for that of what is live. `owns_read`: this rank counts these source bytes in the receipt; every rank
+    that needs them reads them all the same.
     """
 
     tensor: str
@@ -56,8 +57,9 @@ class AliasSource:
 
 @dataclass(frozen=True, slots=True)
 class PlannedParameter:
-    """One parameter of this rank. `source`: the tensor of the manifest that feeds it; `dtype` and `local_shape`: the engine's;
-    `alias`: where the published bytes can be used in place, else None and `why_not_alias` says why in words."""
+    """One parameter of this rank. `source`: the tensor of the manifest that feeds it; `dtype` and `local_shape`: the
+    engine's; `alias`: where the published bytes can be used in place, else None and `why_not_alias` says why in
+    words."""
 
     name: str
     source: str
@@ -71,8 +73,9 @@ class PlannedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank does. Tied parameters have no entry: they share the one they are tied to. `aliased_bytes` and `copied_bytes`
-    count parameter bytes (where aliases may be used), `read_bytes` all published bytes that the regions read."""
+    """What one rank does. Tied parameters have no entry: they share the one they are tied to. `aliased_bytes` and
+    `copied_bytes` count parameter bytes (where aliases may be used), `read_bytes` all published bytes that the regions
+    read."""
 
     rank: int
     num_ranks: int
@@ -86,8 +89,8 @@ class Plan:
 def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> Plan:
     """Plans one rank of `num_ranks`; the model's `specs` have global shapes and are the same on every rank.
 
-    Raises ConfigurationError where the model cannot be split over that many ranks, CoverageError where publication and model do
-    not match.
+    Raises ConfigurationError where the model cannot be split over that many ranks, CoverageError where publication and
+    model do not match.
     """
     if not 0 <= rank < num_ranks:
         raise ConfigurationError(f"rank {rank} is none of {num_ranks} ranks")
@@ -260,8 +263,9 @@ class _Strip(NamedTuple):
 def _strips(shape: tuple[int, ...], held: _Window, local: _Window) -> Iterator[_Strip]:
     """The intersection of two windows of a tensor as strips.
 
-    At most two axes are cut. Behind the last cut everything is contiguous in all three layouts: that is the row. Rows are
-    equally spaced as far out as the other cut axis reaches; beyond it (only 3-D tensors and up) each index is a strip.
+    At most two axes are cut. Behind the last cut everything is contiguous in all three layouts: that is the row. Rows
+    are equally spaced as far out as the other cut axis reaches; beyond it (only 3-D tensors and up) each index is a
+    strip.
     """
     shape = shape or (1,)
     cuts = sorted({w.axis for w in (held, local) if w.axis >= 0 and (w.start, w.stop) != (0, shape[w.axis])})

@@ -1,7 +1,7 @@
 """Settings: where things live by default, how many threads copy, how long waits may take.
 
-Owns every default and is the only reader of the environment. Knows nothing of what the settings are used for, and creates
-nothing on disk: it answers paths, and whoever needs a directory makes it.
+Owns every default and is the only reader of the environment. Knows nothing of what the settings are used for, and
+creates nothing on disk: it answers paths, and whoever needs a directory makes it.
 """
 
 import os
@@ -13,12 +13,14 @@ from fastdeploy_rl.errors import ConfigurationError
 
 MAX_COPY_THREADS = 64
 DEFAULT_COPY_THREADS = 8
-"""More threads than this do not make one memory copy faster on the machines we measured; fewer where there are fewer CPUs."""
+"""More threads than this do not make one memory copy faster on the machines we measured; fewer where there are fewer
+CPUs."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait begins."""
+    """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait
+    begins."""
 
     attach_s: float = 60.0
     update_s: float = 30.0

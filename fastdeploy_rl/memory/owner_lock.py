@@ -1,7 +1,8 @@
 """Who is alive: an exclusive flock on a file, held for as long as its owner lives.
 
-The kernel drops the lock when the owner dies, however it dies. Owns the file's life and the note inside (pid and start time,
-which serve messages only: pids mean nothing across containers). Invariant: a path is owned by one open lock at most.
+The kernel drops the lock when the owner dies, however it dies. Owns the file's life and the note inside (pid and start
+time, which serve messages only: pids mean nothing across containers). Invariant: a path is owned by one open lock at
+most.
 """
 
 import fcntl
@@ -18,7 +19,8 @@ _NOTE_BYTES = 64
 
 
 class Owner(NamedTuple):
-    """What an owner wrote about itself, for messages: process id as it sees it, and wall-clock seconds when it took the lock."""
+    """What an owner wrote about itself, for messages: process id as it sees it, and wall-clock seconds when it took the
+    lock."""
 
     pid: int
     since_s: float
@@ -38,23 +40,30 @@ class OwnerLock:
     def is_held(self) -> bool:
         return self._fd >= 0
 
-    def acquire(self) -> None:
-        """Takes the lock or raises SegmentError naming the live owner; never blocks. The directory must exist."""
+    def try_acquire(self) -> bool:
+        """Takes the lock; False when a live owner has it (nothing changes then). Never blocks; the directory must
+        exist."""
         if self.is_held:
             raise SegmentError(f"lock {self.path} is already held by this very object")
         fd = _lock_file(self.path)
         if fd < 0:
-            raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")
+            return False
         os.pwrite(fd, f"{os.getpid()} {time.time():.3f}\n".encode().ljust(_NOTE_BYTES), 0)
         self._fd = fd
+        return True
+
+    def acquire(self) -> None:
+        """As `try_acquire`, but raises SegmentError naming the live owner."""
+        if not self.try_acquire():
+            raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")
 
     def release(self) -> None:
         """Removes the file, then drops the lock; a second release does nothing."""
         if not self.is_held:
             return
         fd, self._fd = self._fd, -1
-        # In this order: whoever finds the file gone or unlocked sees a dead owner; whoever opened it before finds, after it got
-        # the lock, that the path no longer leads to it, and looks again.
+        # In this order: whoever finds the file gone or unlocked sees a dead owner; whoever opened it before finds,
+        # after it got the lock, that the path no longer leads to it, and looks again.
         self.path.unlink(missing_ok=True)
         os.close(fd)
 

@@ -1,14 +1,14 @@
 """Named POSIX shared memory, created whole or not at all.
 
-Owns name <-> mapping. Every page is reserved at creation, so that a store can never meet a full /dev/shm (which would be a bus
-error). Refuses to know what lies inside. Goes through posix_ipc only: Python's own `shared_memory` has a resource tracker
-that unlinks segments which are still in use elsewhere.
+Owns name <-> mapping. Every page is reserved at creation, so that a store can never meet a full /dev/shm (which would
+be a bus error). Refuses to know what lies inside. Goes through posix_ipc only: Python's own `shared_memory` has a
+resource tracker that unlinks segments which are still in use elsewhere.
 """
 
 import os
 from types import TracebackType
 
-import posix_ipc
+import posix_ipc  # type: ignore[import-not-found,unused-ignore]  # a C extension without stubs
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import ConfigurationError, NoSpaceError, SegmentError
@@ -23,7 +23,8 @@ def free_bytes() -> int:
 
 
 class SharedSegment:
-    """One open segment. `close()` drops the mapping; `unlink()` drops the name, and belongs to whoever owns the segment."""
+    """One open segment. `close()` drops the mapping; `unlink()` drops the name, and belongs to whoever owns the
+    segment."""
 
     def __init__(self, name: str, mapping: Mapping) -> None:
         self.name = name
@@ -37,7 +38,8 @@ class SharedSegment:
     def create(cls, name: str, num_bytes: int, *, mode: int = 0o600) -> "SharedSegment":
         """A new zeroed segment with all its pages reserved, mapped writable.
 
-        SegmentError when the name is taken, NoSpaceError (bytes needed and free) when /dev/shm has no room; then no name is left.
+        SegmentError when the name is taken, NoSpaceError (bytes needed and free) when /dev/shm has no room; then no
+        name is left.
         """
         if num_bytes <= 0:
             raise ConfigurationError(f"segment {name!r} needs a positive size, got {num_bytes}")

@@ -1,7 +1,7 @@
 """A tensor as a place in a mapping.
 
-Owns the arithmetic between (mapping, offset, dtype, shape) and a numpy array. Refuses to know who wrote the bytes or how long
-they stay. Invariant: a view lies inside its mapping.
+Owns the arithmetic between (mapping, offset, dtype, shape) and a numpy array. Refuses to know who wrote the bytes or
+how long they stay. Invariant: a view lies inside its mapping.
 """
 
 import math
@@ -18,7 +18,8 @@ from fastdeploy_rl.errors import ConfigurationError
 
 @dataclass(frozen=True, eq=False)
 class TensorView:
-    """C-contiguous tensor at `offset` bytes into `mapping`; dtype is a safetensors name. Keeps the mapping alive, not open."""
+    """C-contiguous tensor at `offset` bytes into `mapping`; dtype is a safetensors name. Keeps the mapping alive, not
+    open."""
 
     mapping: Mapping
     offset: int
@@ -30,7 +31,8 @@ class TensorView:
             raise ConfigurationError(f"no tensor has shape {self.shape} at offset {self.offset}")
         if self.offset + self.num_bytes > self.mapping.num_bytes:
             raise ConfigurationError(
-                f"tensor of {self.num_bytes} bytes at offset {self.offset} ends outside its mapping of {self.mapping.num_bytes} bytes"
+                f"tensor of {self.num_bytes} bytes at offset {self.offset} ends outside its mapping "
+                f"of {self.mapping.num_bytes} bytes"
             )
 
     @property
@@ -38,8 +40,8 @@ class TensorView:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The bytes themselves, never a copy; BF16 as uint16; read-only when the mapping is. The mapping cannot be closed while
-        the array lives."""
+        """The bytes themselves, never a copy; BF16 as uint16; read-only when the mapping is. The mapping cannot be
+        closed while the array lives."""
         # Through frombuffer: it holds a buffer export, which `np.ndarray(buffer=)` gives back at once, so that a later
         # `close()` of the mapping would pull the memory from under the array.
         flat = np.frombuffer(self.mapping, dtype=np.uint8)

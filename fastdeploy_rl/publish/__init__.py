@@ -1,0 +1,1 @@
+"""The trainer's half: versions go out through here."""

@@ -1,0 +1,126 @@
+"""The publisher's arenas: shared-memory segments, one per row of the lease table, reused for version after version.
+
+Owns which row has which segment, and their making, growing and unlinking. Arenas that a dead publisher left are taken
+over as they are. Refuses to know what a version is. Invariant: every segment's name stands in its row before the
+segment exists, so that none can be lost; and an arena is only written between `begin_write` and `end_write` of its row.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import SegmentError
+from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
+from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
+
+_log = logging.getLogger(__name__)
+_PAGE_BYTES = 4096
+
+
+class ArenaInHand(NamedTuple):
+    """An arena while it is being written: `row` of the lease table, `segment` name, its whole mapping."""
+
+    row: int
+    segment: str
+    mapping: Mapping
+
+
+class ArenaShelf:
+    """All arenas of a channel, in the hands of its one live publisher."""
+
+    def __init__(self, table: LeaseTable, channel_key: str, epoch: int, max_arenas: int) -> None:
+        self._table = table
+        self._prefix = f"fastdeploy_rl.{os.getuid()}.{channel_key}.{epoch}"
+        self._max_arenas = max_arenas
+        self._segments: dict[int, SharedSegment] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self._segments.values())
+
+    def reconcile(self) -> None:
+        """Makes the shelf agree with the table, whatever broke off before: a publisher that died, or our own last
+        publication if it was interrupted. Open writes end, named segments are taken over, names without a segment are
+        forgotten."""
+        self._table.repair()
+        for row in range(NUM_ARENAS):
+            name = self._table.segment(row)
+            if name and row not in self._segments:
+                self._take_over(row, name)
+
+    def trim(self, kept: Collection[int]) -> None:
+        """Unlinks surplus arenas (more than `max_arenas`) that nobody leases, and none of the `kept` rows."""
+        for row in sorted(self._segments):
+            if len(self._segments) > self._max_arenas and row not in kept and not self._table.begin_write(row):
+                self._drop(row)
+                self._table.end_write(row)
+
+    @contextmanager
+    def writing(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> Iterator[ArenaInHand]:
+        """A free arena of at least `num_bytes`, to be filled inside the `with`; none of the `kept` rows.
+
+        Waits for leases to be released: DeadlineExceededError naming the holders. NoSpaceError where it must grow and
+        cannot.
+        """
+        row = self._begin(num_bytes, kept, deadline_ns)
+        try:
+            segment = self._fit(row, num_bytes)
+            yield ArenaInHand(row, segment.name, segment.mapping)
+        finally:
+            self._table.end_write(row)
+
+    def unlink(self, kept: Collection[int] = ()) -> None:
+        """Removes all arenas but the `kept` rows from the channel. Memory goes when the last engine that maps it lets
+        go."""
+        for row in [row for row in self._segments if row not in kept]:
+            self._table.withdraw(row)
+            self._drop(row)
+
+    def close(self) -> None:
+        """Unmaps what is left; segments keep their names."""
+        while self._segments:
+            _, segment = self._segments.popitem()
+            segment.close()
+
+    def _take_over(self, row: int, name: str) -> None:
+        try:
+            self._segments[row] = SharedSegment.attach(name, writable=True)
+        except SegmentError as error:
+            _log.warning("arena=%d segment=%s lost=%s", row, name, error)
+            unlink_segment(name)
+            self._table.withdraw(row)
+
+    def _begin(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> int:
+        own = [row for row in self._segments if row not in kept]
+        own.sort(key=lambda row: (self._segments[row].num_bytes < num_bytes, self._segments[row].num_bytes))
+        is_room = len(self._segments) < self._max_arenas
+        fresh = [row for row in range(NUM_ARENAS) if row not in self._segments] if is_room else []
+        for row in own + fresh:
+            if not self._table.begin_write(row):
+                return row
+        return self._table.wait_free(own or fresh, deadline_ns)
+
+    def _fit(self, row: int, num_bytes: int) -> SharedSegment:
+        segment = self._segments.get(row)
+        if segment is not None and segment.num_bytes >= num_bytes:
+            return segment
+        if segment is not None:
+            self._drop(row)
+        name = f"{self._prefix}.{row}.{secrets.token_hex(4)}"
+        self._table.set_segment(row, name)
+        try:
+            self._segments[row] = SharedSegment.create(name, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        except BaseException:
+            self._table.set_segment(row, "")
+            raise
+        return self._segments[row]
+
+    def _drop(self, row: int) -> None:
+        segment = self._segments.pop(row)
+        segment.unlink()
+        self._table.set_segment(row, "")
+        segment.close()

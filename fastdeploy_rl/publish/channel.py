@@ -1,0 +1,205 @@
+"""A channel: the directory where a trainer publishes and an engine looks.
+
+    EPOCH                                decimal text; counts publishers
+    LOCK                                 flock of the live publisher
+    LATEST                               JSON: version, file, file_digest
+    manifest-{version}-{digest16}.json   canonical bytes of the manifest
+    LEASES                               table of arenas and their holders (publish/leases.py)
+    holders/{token}.lock                 one per process that holds leases
+
+Owns the files and their atomicity. Refuses to know tensors and arenas. Invariant: `LATEST` names a complete manifest or
+does not exist; a reader sees the old one or the new one, never half.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from fastdeploy_rl import manifest as manifests
+from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.manifest import Manifest
+from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
+from fastdeploy_rl.version import WeightVersion
+
+_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_LATEST_BYTES = 4096
+_MAX_EPOCH_BYTES = 32
+_MANIFEST_NAME = re.compile(r"manifest-[0-9]+\.[0-9]+-[0-9a-f]{16}\.json", re.ASCII)
+
+
+class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `LATEST` says: the version, the manifest file beside it, and the sha256 of that file's bytes."""
+
+    version: str
+    file: str
+    file_digest: str
+
+
+class Channel:
+    """The files of one channel. Nothing is opened or made before `open()`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "LOCK"
+
+    @property
+    def leases_path(self) -> Path:
+        return self.path / "LEASES"
+
+    @property
+    def holders_dir(self) -> Path:
+        return self.path / "holders"
+
+    @property
+    def key(self) -> str:
+        """12 hex digits that tell this channel's segments from another's."""
+        return hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:12]
+
+    def open(self) -> None:
+        """Makes the directory (0700), or checks that it is ours and closed to others (ConfigurationError)."""
+        open_private_directory(self.path)
+        open_private_directory(self.holders_dir)
+
+    def check(self) -> None:
+        """As `open`, for a reader: makes nothing. NoPublicationError when there is no such channel."""
+        try:
+            check_private_directory(self.path)
+            check_private_directory(self.holders_dir)
+        except FileNotFoundError as error:
+            raise NoPublicationError(f"no channel at {self.path}: no trainer has published there yet") from error
+
+    # --- reading
+    # -------------------------------------------------------------------------------------------------------
+
+    def read_latest(self) -> Latest | None:
+        """What was published last; None when nothing is. ManifestError when the file is not what a publisher writes."""
+        try:
+            data = self._read("LATEST", _MAX_LATEST_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            latest = msgspec.json.decode(data, type=Latest)
+        except msgspec.DecodeError as error:
+            raise ManifestError(f"{self.path / 'LATEST'} is malformed: {error}") from error
+        if not _MANIFEST_NAME.fullmatch(latest.file):
+            raise ManifestError(f"{self.path / 'LATEST'} names {latest.file[:80]!r}, which is no manifest of a channel")
+        return latest
+
+    def read_manifest(self, latest: Latest) -> Manifest:
+        """The manifest that `latest` names, its bytes checked against the digest. FileNotFoundError when it was
+        superseded."""
+        data = self._read(latest.file, _MAX_MANIFEST_BYTES)
+        digest = manifests.file_digest(data)
+        if digest != latest.file_digest:
+            raise ManifestError(
+                f"{self.path / latest.file} is not what was published: sha256 {digest}, expected {latest.file_digest}"
+            )
+        manifest = manifests.decode(data)
+        if manifest.version != latest.version:
+            raise ManifestError(
+                f"{self.path / latest.file} is version {manifest.version}, but LATEST says {latest.version}"
+            )
+        return manifest
+
+    def read_publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
+        """The latest version and its manifest, looking again where one is superseded in between. NoPublicationError
+        when there is none, DeadlineExceededError when the publisher keeps overtaking us."""
+        seen = None
+        while True:
+            latest = self.read_latest()
+            if latest is None:
+                raise NoPublicationError(f"nothing is published in {self.path}")
+            if latest == seen:
+                raise NoPublicationError(f"{self.path / latest.file} is missing, though LATEST names it")
+            try:
+                return latest, self.read_manifest(latest)
+            except FileNotFoundError:
+                seen = latest
+            if time.monotonic_ns() >= deadline_ns:
+                raise DeadlineExceededError(f"versions of {self.path} are superseded faster than they can be read")
+
+    # --- writing: under the channel's lock
+    # -----------------------------------------------------------------------------
+
+    def take_epoch(self) -> int:
+        """Counts `EPOCH` up, past that of the latest version, and returns it: the first is 1."""
+        latest = self.read_latest()
+        published = WeightVersion.parse(latest.version).epoch if latest else 0
+        epoch = max(self._read_epoch(), published) + 1
+        self._replace("EPOCH", f"{epoch}\n".encode())
+        return epoch
+
+    def write_publication(self, manifest: Manifest) -> Latest:
+        """Makes `manifest` the latest version: its file first, then `LATEST`, each whole or not at all. On an error
+        LATEST stands as it was."""
+        data = manifests.encode(manifest)
+        digest = manifests.file_digest(data)
+        latest = Latest(manifest.version, f"manifest-{manifest.version}-{digest[:16]}.json", digest)
+        self._replace(latest.file, data)
+        self._replace("LATEST", msgspec.json.encode(latest))
+        return latest
+
+    def remove_superseded(self, latest: Latest | None) -> None:
+        """Removes every manifest but the one `latest` names, and what an interrupted writer left."""
+        kept = latest.file if latest else ""
+        for entry in list(os.scandir(self.path)):
+            is_leftover = entry.name.startswith(".") and entry.name.endswith(".tmp")
+            if is_leftover or (_MANIFEST_NAME.fullmatch(entry.name) and entry.name != kept):
+                Path(entry.path).unlink(missing_ok=True)
+
+    def remove_latest(self) -> None:
+        """Takes the publication back: `LATEST` first, then the manifests."""
+        (self.path / "LATEST").unlink(missing_ok=True)
+        self._sync_directory()
+        self.remove_superseded(None)
+
+    def _read_epoch(self) -> int:
+        try:
+            text = self._read("EPOCH", _MAX_EPOCH_BYTES).strip()
+        except FileNotFoundError:
+            return 0
+        if not text.isdigit() or len(text) > 18:
+            raise SegmentError(f"{self.path / 'EPOCH'} holds {text!r}, not a number: use another channel")
+        return int(text)
+
+    def _read(self, name: str, max_bytes: int) -> bytes:
+        try:
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ManifestError(f"{self.path / name} cannot be read: {error.strerror}") from error
+        with open(fd, "rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ManifestError(f"{self.path / name} has more than {max_bytes} bytes")
+        return data
+
+    def _replace(self, name: str, data: bytes) -> None:
+        temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, self.path / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._sync_directory()
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

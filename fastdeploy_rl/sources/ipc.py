@@ -1,0 +1,150 @@
+"""Load strategy `ipc`: the publisher's shared memory on this machine, read where it lies.
+
+Owns this process's leases on a channel and its mappings of published segments. Copies nothing and checks no bytes
+(whoever reads them does, against the manifest). Invariant: a lease is taken before its segment is mapped, and given
+back after it is unmapped.
+"""
+
+import time
+from contextlib import ExitStack
+
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.manifest import Manifest, Segment
+from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.plan.planner import Plan
+from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.leases import NUM_ARENAS, Holder, Lease, LeaseTable
+from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
+from fastdeploy_rl.version import WeightVersion
+
+
+class IpcSource:
+    """One engine process as a reader of one channel. Opens the channel when first used, so that an engine can start
+    before its trainer."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._channel = Channel(config.channel)
+        self._reader: _ChannelReader | None = None
+        self._staged: list[IpcStaged] = []
+
+    def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
+        """What `LATEST` names. NoPublicationError when nothing is published, or, naming both, another version than
+        asked for."""
+        self._channel.check()
+        latest, manifest = self._channel.read_publication(deadline_ns)
+        found = WeightVersion.parse(latest.version)
+        if version is not None and version != found:
+            raise NoPublicationError(f"version {version} is not to be had: {self._channel.path} has {found}")
+        return ResolvedPublication(found, manifest)
+
+    def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> "IpcStaged":
+        """Leases and maps every segment of the version, read-only. All of it or, on an error, none."""
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError(f"no time left to stage version {resolved.version}")
+        if self._reader is None:
+            self._reader = _ChannelReader.open(self._channel)
+        staged = self._reader.stage(resolved.manifest)
+        self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
+        return staged
+
+    def close(self) -> None:
+        """Releases what is staged and this process's standing as a holder. SegmentError while parameters still lie in
+        published memory: the leases then stay, so that nobody overwrites it; unbind and close again."""
+        while self._staged:
+            self._staged[-1].release()
+            self._staged.pop()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+
+class IpcStaged:
+    """Published segments, leased and mapped read-only. Immutable: parameters may alias them."""
+
+    is_immutable = True
+
+    def __init__(self, leases: list[Lease], segments: list[SharedSegment]) -> None:
+        self._leases = leases
+        self._segments = segments
+
+    @property
+    def segments(self) -> tuple[Mapping, ...]:
+        return tuple(segment.mapping for segment in self._segments)
+
+    @property
+    def is_released(self) -> bool:
+        return not self._leases
+
+    def release(self) -> None:
+        """Unmaps, then gives the leases back. SegmentError while arrays or tensors lie in a segment: all leases then
+        stay."""
+        for segment in self._segments:
+            _unmap(segment)
+        self._segments = []
+        while self._leases:
+            self._leases.pop().release()
+
+
+class _ChannelReader:
+    """The open lease table and this process's token in it."""
+
+    def __init__(self, channel: Channel, table: LeaseTable, holder: Holder, resources: ExitStack) -> None:
+        self._channel = channel
+        self._table = table
+        self._holder = holder
+        self._resources = resources
+
+    @classmethod
+    def open(cls, channel: Channel) -> "_ChannelReader":
+        channel.check()
+        with ExitStack() as stack:
+            table = LeaseTable(channel.leases_path, channel.holders_dir)
+            table.open()
+            stack.callback(table.close)
+            holder = stack.enter_context(Holder(channel.holders_dir))
+            return cls(channel, table, holder, stack.pop_all())
+
+    def stage(self, manifest: Manifest) -> IpcStaged:
+        with ExitStack() as undo:
+            leases = [self._lease(segment, undo) for segment in manifest.segments]
+            segments = [self._map(segment, undo) for segment in manifest.segments]
+            undo.pop_all()
+            return IpcStaged(leases, segments)
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _lease(self, segment: Segment, undo: ExitStack) -> Lease:
+        if segment.arena >= NUM_ARENAS:
+            raise ManifestError(
+                f"segment {segment.locator!r} claims row {segment.arena} of a lease table of {NUM_ARENAS}"
+            )
+        lease = self._table.take(segment.arena, segment.generation, self._holder.token)
+        undo.callback(lease.release)
+        if self._table.segment(segment.arena) != segment.locator:
+            raise ManifestError(
+                f"segment {segment.locator!r} is not the one of arena {segment.arena} of {self._channel.path}"
+            )
+        return lease
+
+    def _map(self, segment: Segment, undo: ExitStack) -> SharedSegment:
+        try:
+            mapped = undo.enter_context(SharedSegment.attach(segment.locator))
+        except SegmentError as error:
+            raise NoPublicationError(f"the memory of this version is gone: {error}; publish again") from error
+        if mapped.num_bytes != segment.num_bytes:
+            raise SegmentError(
+                f"segment {segment.locator!r} has {mapped.num_bytes} bytes, its manifest says {segment.num_bytes}"
+            )
+        return mapped
+
+
+def _unmap(segment: SharedSegment) -> None:
+    try:
+        segment.close()
+    except BufferError as error:
+        raise SegmentError(
+            f"published segment {segment.name!r} is still in use: "
+            f"{segment.mapping.num_exports} arrays or tensors lie in it"
+        ) from error

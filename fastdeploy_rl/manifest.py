@@ -177,7 +177,7 @@ def _parse(data: bytes) -> Manifest:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"manifest cannot be read: {error}") from error
+        raise ManifestError(f"manifest cannot be read: {error!s:.500}") from error
 
 
 def _check(manifest: Manifest) -> None:

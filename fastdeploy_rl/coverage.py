@@ -89,13 +89,20 @@ class _Published:
 
 def _tied_groups(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Each updated parameter followed by those tied to it."""
-    if len({spec.name for spec in specs}) != len(specs):
-        raise ConfigurationError("a model names one of its tensors twice")
+    _refuse_repeated_names(specs)
     groups = {spec.name: [spec] for spec in specs if spec.coverage is Coverage.UPDATED}
     for spec in specs:
         if spec.coverage is Coverage.TIED:
             _find_group(groups, spec).append(spec)
     return list(groups.values())
+
+
+def _refuse_repeated_names(specs: Sequence[ParameterSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ConfigurationError(f"a model names {spec.name} twice")
+        seen.add(spec.name)
 
 
 def _find_group(groups: dict[str, list[ParameterSpec]], tied: ParameterSpec) -> list[ParameterSpec]:

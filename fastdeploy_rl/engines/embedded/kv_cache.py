@@ -1,0 +1,98 @@
+"""The memory behind the pages of the KV cache: one private arena for all layers of this rank.
+
+Knows nothing of requests or of who holds which page. Invariant: what it holds was computed with the weights whose content digest it
+carries, and once dropped it holds no memory at all.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+
+from fastdeploy_rl import _native
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS
+from fastdeploy_rl.errors import LifecycleError
+from fastdeploy_rl.memory import paddle_view
+from fastdeploy_rl.memory.tensor_view import TensorView
+
+Floats = npt.NDArray[np.float32]
+
+
+class CacheShape(NamedTuple):
+    """Sizes of one rank's cache."""
+
+    num_layers: int
+    num_pages: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.num_pages * PAGE_TOKENS * self.head_dim * 4
+
+
+class LayerCache(NamedTuple):
+    """One layer, twice over the same memory. Heads: first those of the keys, then those of the values."""
+
+    pages: paddle.Tensor
+    """[2 * kv_heads, num_pages, PAGE_TOKENS, head_dim], to gather from"""
+    slots: Floats
+    """[2 * kv_heads, num_pages * PAGE_TOKENS, head_dim], to store into"""
+
+
+class KVCache:
+    """`rebuild` before use; `drop` gives the memory back."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self._arena: _native.Mapping | None = None
+        self._layers: tuple[LayerCache, ...] = ()
+        self._by_page: Floats | None = None
+        self.content_digest = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Address space held now."""
+        return self._arena.num_bytes if self._arena is not None else 0
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """LifecycleError while dropped."""
+        if self._arena is None:
+            raise LifecycleError("the KV cache is dropped; rebuild it before the next step")
+        return self._layers
+
+    def rebuild(self, content_digest: str) -> None:
+        """A cache for weights of that digest. Pages are cleared when they are handed out (`clear`), not here: the engine stands still."""
+        if self._arena is None:
+            self._allocate()
+        self.content_digest = content_digest
+
+    def drop(self) -> None:
+        """Unmaps the arena; does nothing when that is done already."""
+        if self._arena is not None:
+            self._layers, self._by_page = (), None
+            self._arena.close()
+            self._arena = None
+        self.content_digest = ""
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeroes pages: padding is read (and weighed with zero), so that a NaN left by an earlier request would spread."""
+        if pages and self._by_page is not None:
+            self._by_page[:, :, pages] = 0
+
+    def _allocate(self) -> None:
+        arena = _native.Mapping.private(self._shape.num_bytes)
+        layers, pages, heads, dim = self._shape
+        self._arena = arena
+        self._by_page = TensorView(arena, 0, "F32", (layers, 2 * heads, pages, PAGE_TOKENS * dim)).numpy()
+        self._layers = tuple(self._layer(arena, index) for index in range(layers))
+
+    def _layer(self, arena: _native.Mapping, index: int) -> LayerCache:
+        layers, pages, heads, dim = self._shape
+        offset = index * (self._shape.num_bytes // layers)
+        paged = TensorView(arena, offset, "F32", (2 * heads, pages, PAGE_TOKENS, dim))
+        flat = TensorView(arena, offset, "F32", (2 * heads, pages * PAGE_TOKENS, dim))
+        return LayerCache(paddle_view.tensor(paged), flat.numpy())

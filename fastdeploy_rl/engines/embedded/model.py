@@ -1,0 +1,293 @@
+"""A Llama decoder in plain Paddle operators, one tensor-parallel shard of it.
+
+Owns the forward pass and the parameters as a flat table of plain tensors over memory of somebody else's. Knows nothing of requests
+or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing but `_parameters` refers to them.
+
+Operators are called through `paddle._C_ops`, the functions behind the public ones: decoding one token takes over a thousand of them,
+and their argument checks in Python cost as much as the small ones themselves.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+from paddle import _C_ops as ops
+
+from fastdeploy_rl.collectives.base import Collectives
+from fastdeploy_rl.engines.embedded.kv_cache import KVCache, LayerCache
+from fastdeploy_rl.engines.embedded.model_config import EMBEDDING, FINAL_NORM, HEAD, ModelConfig
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS
+from fastdeploy_rl.engines.embedded.scheduler import SequenceSlice, Step
+from fastdeploy_rl.errors import LifecycleError
+from fastdeploy_rl.memory import paddle_view
+from fastdeploy_rl.memory.tensor_view import TensorView
+
+Floats = npt.NDArray[np.float32]
+Tensor = paddle.Tensor
+
+
+class LayerParameters(NamedTuple):
+    """One decoder layer's slices, in the order of `LAYER_NAMES`."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+LAYER_NAMES = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+class Parameters(NamedTuple):
+    """Everything that is bound at one time."""
+
+    embedding: Floats
+    layers: tuple[LayerParameters, ...]
+    final_norm: Tensor
+    head: Tensor
+
+
+class AttentionGroup(NamedTuple):
+    """Rows of the step that attend over page tables of the same length: all decoding requests together, or one prompt.
+
+    Rows `start` to `stop` of the step. `pages`: [batch * pages of each]. `mask`: 0 or -inf, added to the scores
+    [kv heads, batch, tokens of each * queries of a kv head, pages of each * PAGE_TOKENS].
+    """
+
+    start: int
+    stop: int
+    batch: int
+    pages: Tensor
+    mask: Tensor
+
+
+class StepInputs(NamedTuple):
+    """A `Step` as the layers need it. `slots`: where each row goes in the cache. Cosines and sines: [rows, q + k heads, head_dim]."""
+
+    token_ids: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    cosines: Tensor
+    sines: Tensor
+    groups: tuple[AttentionGroup, ...]
+    logit_rows: list[int]
+
+
+class LlamaModel:
+    """Rank `rank` of `num_ranks`. `bind` before `forward`; a forward pass is a meeting of all ranks."""
+
+    def __init__(self, config: ModelConfig, rank: int, num_ranks: int, collectives: Collectives | None) -> None:
+        self._config = config
+        self._rank = rank
+        self._collectives = collectives
+        self._num_heads = config.num_attention_heads // num_ranks
+        self._num_kv_heads = config.num_key_value_heads // num_ranks
+        self._first_token = rank * (config.vocab_size // num_ranks)
+        self._parameters: Parameters | None = None
+        self._cosines, self._sines = _rotary_tables(config)
+        self._swap_halves = _swap_halves_matrix(config.head_dim)
+
+    def bind(self, views: Mapping[str, TensorView]) -> None:
+        """Replaces every parameter; a head without a view of its own is the embedding."""
+        layers = range(self._config.num_hidden_layers)
+        self._parameters = Parameters(
+            embedding=views[EMBEDDING].numpy(),
+            layers=tuple(LayerParameters(*(_layer_tensor(views, index, name) for name in LAYER_NAMES)) for index in layers),
+            final_norm=paddle_view.tensor(views[FINAL_NORM]),
+            head=paddle_view.tensor(views.get(HEAD, views[EMBEDDING])),
+        )
+
+    def unbind(self) -> None:
+        self._parameters = None
+
+    @paddle.no_grad()
+    def forward(self, step: Step, cache: KVCache) -> Floats:
+        """Logits of the slices that want them, in order: [slices, vocab] float32, the same on every rank."""
+        if self._parameters is None:
+            raise LifecycleError("no weights are bound")
+        cache.clear(step.new_pages)
+        inputs = self._inputs(step)
+        hidden = self._embed(inputs.token_ids, self._parameters.embedding)
+        for layer, layer_cache in zip(self._parameters.layers, cache.layers, strict=True):
+            hidden = self._attend(hidden, layer, layer_cache, inputs)
+            hidden = self._feed_forward(hidden, layer)
+        if not inputs.logit_rows:
+            return np.empty((0, self._config.vocab_size), np.float32)
+        return self._logits(hidden, inputs.logit_rows, self._parameters)
+
+    def _embed(self, token_ids: npt.NDArray[np.int64], rows: Floats) -> Tensor:
+        if self._collectives is None:
+            return paddle.to_tensor(rows[token_ids])
+        local = token_ids - self._first_token
+        owned = (local >= 0) & (local < len(rows))
+        hidden = np.zeros((len(token_ids), rows.shape[1]), np.float32)
+        hidden[owned] = rows[local[owned]]
+        self._collectives.all_reduce(hidden)
+        return paddle.to_tensor(hidden)
+
+    def _attend(self, hidden: Tensor, layer: LayerParameters, cache: LayerCache, inputs: StepInputs) -> Tensor:
+        normed = self._normalize(hidden, layer.input_norm)
+        query_key = ops.concat([_project(normed, layer.q), _project(normed, layer.k)], -1)
+        query_key = self._rotate(query_key, inputs)
+        self._store(query_key, _project(normed, layer.v), cache, inputs.slots)
+        attended = [self._attend_group(query_key, cache, group) for group in inputs.groups]
+        joined = attended[0] if len(attended) == 1 else ops.concat(attended, 0)
+        return ops.add(hidden, self._all_reduce(_project(joined, layer.o)))
+
+    def _rotate(self, query_key: Tensor, inputs: StepInputs) -> Tensor:
+        """Rotary embedding in halves, x cos + (-x2, x1) sin; -> [rows, q + k heads, head_dim]."""
+        heads = ops.reshape(query_key, [-1, self._num_heads + self._num_kv_heads, self._config.head_dim])
+        swapped = ops.matmul(heads, self._swap_halves, False, False)
+        return ops.add(ops.multiply(heads, inputs.cosines), ops.multiply(swapped, inputs.sines))
+
+    def _store(self, query_key: Tensor, value: Tensor, cache: LayerCache, slots: npt.NDArray[np.int64]) -> None:
+        """Puts the new keys and values into their slots."""
+        count = self._num_kv_heads
+        cache.slots[:count, slots] = query_key.numpy()[:, self._num_heads :].transpose(1, 0, 2)
+        cache.slots[count:, slots] = value.numpy().reshape(-1, count, self._config.head_dim).transpose(1, 0, 2)
+
+    def _attend_group(self, query_key: Tensor, cache: LayerCache, group: AttentionGroup) -> Tensor:
+        """-> [rows of the group, heads * head_dim]"""
+        kv_heads, dim = self._num_kv_heads, self._config.head_dim
+        per_kv, rows = self._num_heads // kv_heads, group.stop - group.start
+        gathered = ops.reshape(ops.index_select(cache.pages, group.pages, 1), [2 * kv_heads, group.batch, -1, dim])
+        key = ops.slice(gathered, [0], [0], [kv_heads], [1], [])
+        value = ops.slice(gathered, [0], [kv_heads], [2 * kv_heads], [1], [])
+        query = ops.slice(query_key, [0, 1], [group.start, 0], [group.stop, self._num_heads], [1, 1], [])
+        query = ops.reshape(query, [group.batch, rows // group.batch, kv_heads, per_kv, dim])
+        query = ops.reshape(ops.transpose(query, [2, 0, 1, 3, 4]), [kv_heads, group.batch, -1, dim])
+        weights = ops.softmax(ops.add(ops.matmul(query, key, False, True), group.mask), -1)
+        mixed = ops.reshape(ops.matmul(weights, value, False, False), [kv_heads, rows, per_kv, dim])
+        return ops.reshape(ops.transpose(mixed, [1, 0, 2, 3]), [rows, -1])
+
+    def _feed_forward(self, hidden: Tensor, layer: LayerParameters) -> Tensor:
+        normed = self._normalize(hidden, layer.post_norm)
+        inner = ops.swiglu(_project(normed, layer.gate), _project(normed, layer.up))
+        return ops.add(hidden, self._all_reduce(_project(inner, layer.down)))
+
+    def _normalize(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        mean_square = ops.mean(ops.multiply(hidden, hidden), [-1], True)
+        scale = ops.rsqrt(ops.scale(mean_square, 1.0, self._config.rms_norm_eps, True))
+        return ops.multiply(ops.multiply(hidden, scale), weight)
+
+    def _all_reduce(self, partial: Tensor) -> Tensor:
+        if self._collectives is not None:
+            self._collectives.all_reduce(_numpy_view(partial))
+        return partial
+
+    def _logits(self, hidden: Tensor, rows: list[int], parameters: Parameters) -> Floats:
+        if len(rows) < hidden.shape[0]:
+            hidden = ops.index_select(hidden, paddle.to_tensor(rows), 0)
+        own = ops.matmul(self._normalize(hidden, parameters.final_norm), parameters.head, False, True).numpy()
+        if self._collectives is None:
+            return own
+        gathered = self._collectives.all_gather(own).reshape(-1, *own.shape)
+        return np.concatenate(list(gathered), axis=1)
+
+    def _inputs(self, step: Step) -> StepInputs:
+        positions = np.concatenate([np.arange(part.start, part.start + len(part.token_ids)) for part in step.slices])
+        ends = np.cumsum([len(part.token_ids) for part in step.slices])
+        cosines, sines = self._rotary(positions)
+        return StepInputs(
+            token_ids=np.concatenate([np.asarray(part.token_ids, np.int64) for part in step.slices]),
+            slots=np.concatenate([_slots(part) for part in step.slices]),
+            cosines=cosines,
+            sines=sines,
+            groups=tuple(_groups(step.slices, self._num_heads // self._num_kv_heads)),
+            logit_rows=[int(end) - 1 for end, part in zip(ends, step.slices, strict=True) if part.wants_logits],
+        )
+
+    def _rotary(self, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The tables at these positions, spread over heads; the softmax's 1 / sqrt(head_dim) goes along with the queries."""
+        scale = np.ones((self._num_heads + self._num_kv_heads, 1), np.float32)
+        scale[: self._num_heads] = self._config.head_dim**-0.5
+        cosines = self._cosines[positions][:, None, :] * scale
+        return paddle.to_tensor(cosines), paddle.to_tensor(self._sines[positions][:, None, :] * scale)
+
+
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    return ops.matmul(hidden, weight, False, False)
+
+
+def _layer_tensor(views: Mapping[str, TensorView], index: int, name: str) -> Tensor:
+    return paddle_view.tensor(views[f"model.layers.{index}.{name}.weight"])
+
+
+def _numpy_view(tensor: Tensor) -> Floats:
+    """The tensor's own memory, valid while it lives (Tensor.numpy() copies)."""
+    size = int(np.prod(tensor.shape))
+    return np.frombuffer((ctypes.c_float * size).from_address(tensor.data_ptr()), np.float32)
+
+
+def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
+    """cos and sin of position x frequency for every position, [positions, head_dim]: both halves alike, as Hugging Face has it."""
+    frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
+    angles = np.outer(positions, frequencies.astype(np.float32)).astype(np.float32)
+    both = np.concatenate([angles, angles], axis=1)
+    return np.cos(both), np.sin(both)
+
+
+def _swap_halves_matrix(head_dim: int) -> Tensor:
+    """x @ matrix = (-x2, x1): exact (a single term in each sum), and one operator instead of a split, a negation and a concat."""
+    half = head_dim // 2
+    matrix = np.zeros((head_dim, head_dim), np.float32)
+    matrix[half:, :half] = -np.eye(half)
+    matrix[:half, half:] = np.eye(half)
+    return paddle.to_tensor(matrix)
+
+
+def _slots(part: SequenceSlice) -> npt.NDArray[np.int64]:
+    """Where in the cache each token of a slice goes."""
+    positions = np.arange(part.start, part.start + len(part.token_ids))
+    return np.asarray(part.pages, np.int64)[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+
+
+def _groups(slices: Sequence[SequenceSlice], queries_per_kv_head: int) -> list[AttentionGroup]:
+    """Single tokens come first (see `Step`) and share one group; each longer slice has its own."""
+    num_single = sum(len(part.token_ids) == 1 for part in slices)
+    groups = [_decode_group(slices[:num_single])] if num_single else []
+    start = num_single
+    for part in slices[num_single:]:
+        groups.append(_prefill_group(part, start, queries_per_kv_head))
+        start += len(part.token_ids)
+    return groups
+
+
+def _decode_group(slices: Sequence[SequenceSlice]) -> AttentionGroup:
+    used = [part.start // PAGE_TOKENS + 1 for part in slices]
+    longest = max(used)
+    # A short table is padded with a page of its own: what is read there is masked, but must be this request's.
+    tables = [part.pages[:count] + part.pages[:1] * (longest - count) for part, count in zip(slices, used, strict=True)]
+    last = np.array([part.start for part in slices])
+    hidden = np.arange(longest * PAGE_TOKENS) > last[:, None]
+    mask = np.where(hidden, np.float32("-inf"), np.float32(0))[None, :, None, :]
+    return AttentionGroup(0, len(slices), len(slices), paddle.to_tensor(np.array(tables).ravel()), paddle.to_tensor(mask))
+
+
+def _prefill_group(part: SequenceSlice, start: int, queries_per_kv_head: int) -> AttentionGroup:
+    count = len(part.token_ids)
+    num_pages = -(-(part.start + count) // PAGE_TOKENS)
+    own = np.arange(part.start, part.start + count)
+    hidden = np.arange(num_pages * PAGE_TOKENS) > own[:, None]
+    mask = np.where(hidden, np.float32("-inf"), np.float32(0)).repeat(queries_per_kv_head, axis=0)
+    return AttentionGroup(
+        start, start + count, 1, paddle.to_tensor(np.array(part.pages[:num_pages])), paddle.to_tensor(mask)
+    )

@@ -1,0 +1,183 @@
+"""One tensor-parallel rank of the embedded engine, as the weight manager and the worker loop see it.
+
+Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither processes nor HTTP nor where weights come from. Invariant:
+what the cache holds was made with the weights that are bound: whatever changes one drops the other.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from paddle.base import core
+
+from fastdeploy_rl.collectives.base import Collectives
+from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
+from fastdeploy_rl.engines.embedded.kv_cache import CacheShape, KVCache
+from fastdeploy_rl.engines.embedded.model import LlamaModel
+from fastdeploy_rl.engines.embedded.model_config import ModelConfig, parameter_specs, read_config
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
+from fastdeploy_rl.engines.embedded.sampler import SampledToken, sample
+from fastdeploy_rl.engines.embedded.scheduler import RunningRequest, Scheduler, SchedulerLimits, Step
+from fastdeploy_rl.errors import ConfigurationError, LifecycleError
+from fastdeploy_rl.memory.tensor_view import TensorView
+
+Floats = npt.NDArray[np.float32]
+
+DEFAULT_KV_PAGES = 1024
+"""16,384 tokens; memory comes into being as pages are used."""
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """`max_model_len` None: what the model was made for. `num_kv_pages` None: room for the longest request, and for more where that
+    is short. `max_step_tokens`: the longest piece of prompt between two tokens of the others."""
+
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    num_kv_pages: int | None = None
+    max_step_tokens: int = 512
+
+
+class EmbeddedRunner:
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come from the loop's thread; `execute` is a meeting of all ranks."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        rank: int,
+        num_ranks: int,
+        collectives: Collectives | None,
+        *,
+        limits: RunnerLimits = RunnerLimits(),
+    ) -> None:
+        """Reads config.json only. `collectives` may be None for a single rank. ConfigurationError: a model that does not split
+        over `num_ranks`, limits that contradict it."""
+        self._model_dir = model_dir
+        self._rank, self._num_ranks = rank, num_ranks
+        self.config = read_config(model_dir)
+        self.config.check_divides(num_ranks)
+        if num_ranks > 1 and collectives is None:
+            raise ConfigurationError(f"{num_ranks} ranks need collectives")
+        self.max_model_len = _max_model_len(self.config, limits)
+        _share_cores(num_ranks)
+        num_pages = _num_kv_pages(self.max_model_len, limits)
+        self._specs = parameter_specs(self.config)
+        self._model = LlamaModel(self.config, rank, num_ranks, collectives if num_ranks > 1 else None)
+        self._cache = KVCache(_cache_shape(self.config, num_ranks, num_pages))
+        self._scheduler = Scheduler(self._scheduler_limits(limits), PageAllocator(num_pages)) if rank == 0 else None
+        self._bound: dict[str, TensorView] = {}
+        self._version = ""
+
+    # --- what the weight manager needs --------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
+    def parameters(self) -> Sequence[ParameterSpec]:
+        return self._specs
+
+    def load(self) -> dict[str, TensorView]:
+        """This rank's slices of the checkpoint, in a fresh arena; not bound yet. CheckpointError where it is broken."""
+        with Checkpoint.open(self._model_dir) as checkpoint:
+            return checkpoint.load(self._rank, self._num_ranks)
+
+    def bound(self) -> Mapping[str, TensorView]:
+        return dict(self._bound)
+
+    def bind(self, views: Mapping[str, TensorView]) -> None:
+        self._model.bind(views)
+        self._bound = dict(views)
+
+    def unbind(self) -> None:
+        self._model.unbind()
+        self._bound = {}
+
+    def drain(self, deadline_ns: int) -> None:
+        """Nothing to wait for: calls come between two steps."""
+
+    def abort_requests(self, reason: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort_all(reason)
+
+    def drop_kv_cache(self) -> None:
+        self._preempt_all()
+        self._cache.drop()
+
+    def rebuild_kv_cache(self, content_digest: str) -> None:
+        self._preempt_all()
+        self._cache.rebuild(content_digest)
+
+    def recapture_graphs(self) -> None:
+        """Nothing is captured on a CPU."""
+
+    def set_version(self, version: str) -> None:
+        self._version = version
+
+    # --- what the worker loop needs -------------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """LifecycleError on any rank but 0."""
+        if self._scheduler is None:
+            raise LifecycleError(f"rank {self._rank} has no scheduler, rank 0 has")
+        return self._scheduler
+
+    def execute(self, step: Step) -> Floats:
+        """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab] float32."""
+        return self._model.forward(step, self._cache)
+
+    def accept(self, step: Step, logits: Floats) -> None:
+        """Rank 0: samples what a step made possible; the tokens come out of `scheduler.take_outputs()`."""
+
+        def choose(item: RunningRequest, row: int) -> SampledToken:
+            return sample(logits[row], item.request.sampling, seed=item.seed, position=item.num_generated)
+
+        self.scheduler.accept(step, choose, self._version)
+
+    def _preempt_all(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.preempt_all()
+
+    def _scheduler_limits(self, limits: RunnerLimits) -> SchedulerLimits:
+        return SchedulerLimits(
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_step_tokens=limits.max_step_tokens,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+        )
+
+
+def _share_cores(num_ranks: int) -> None:
+    """More compute threads than cores, over all ranks, would wait for each other."""
+    core.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+
+
+def _max_model_len(config: ModelConfig, limits: RunnerLimits) -> int:
+    wanted = limits.max_model_len or config.max_position_embeddings
+    if not 2 <= wanted <= config.max_position_embeddings:
+        raise ConfigurationError(f"max_model_len must be 2 to {config.max_position_embeddings} for this model, got {wanted}")
+    return wanted
+
+
+def _num_kv_pages(max_model_len: int, limits: RunnerLimits) -> int:
+    least = PageAllocator.pages_for(max_model_len)
+    pages = limits.num_kv_pages or max(least, min(least * limits.max_num_seqs, DEFAULT_KV_PAGES))
+    if pages < least:
+        raise ConfigurationError(
+            f"num_kv_pages {pages} of {PAGE_TOKENS} tokens do not hold one request of max_model_len {max_model_len}; at least {least}"
+        )
+    return pages
+
+
+def _cache_shape(config: ModelConfig, num_ranks: int, num_pages: int) -> CacheShape:
+    return CacheShape(config.num_hidden_layers, num_pages, config.num_key_value_heads // num_ranks, config.head_dim)

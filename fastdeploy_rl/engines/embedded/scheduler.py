@@ -1,0 +1,246 @@
+"""Which requests advance in the next step: continuous batching over a paged KV cache.
+
+Owns the requests, their tokens and the pages they hold. Knows nothing of Paddle, of weights beyond the name of their version, or of other
+ranks: it writes down a `Step`, which every rank executes. Invariant: every page is either free or held by exactly one running request,
+and a request that gave its pages back keeps its tokens and computes their keys and values again, in whatever weights are live then.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.engines.embedded.page_allocator import PageAllocator
+from fastdeploy_rl.engines.embedded.sampler import SampledToken
+from fastdeploy_rl.errors import RequestError
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; the value is what the OpenAI protocol says."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
+    """The consecutive tokens of one request that go through the model in one step.
+
+    `start`: position of the first; everything before lies in the cache. `pages`: the page table, in order, with room for all of them.
+    `wants_logits`: the last token's logits are needed.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    pages: list[int]
+    wants_logits: bool
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold no data of this request yet."""
+
+    number: int
+    slices: list[SequenceSlice]
+    new_pages: list[int]
+
+
+class TokenOutput(NamedTuple):
+    """One token of one request, or how the request ended without one."""
+
+    request_id: str
+    token: GeneratedToken
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """`max_num_seqs` requests run at once; `max_model_len` tokens a request, prompt included; `max_step_tokens` tokens a step, so that
+    a long prompt does not hold up the others for long."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_step_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in `pages`."""
+
+    request_id: str
+    request: GenerationRequest
+    seed: int
+    token_ids: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that have not been through the model."""
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.token_ids)
+
+
+Choose = Callable[[RunningRequest, int], SampledToken]
+"""(request, row of the step's logits) -> its next token."""
+
+
+class Scheduler:
+    """Not thread-safe; all calls come from the engine's loop."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
+        self._limits = limits
+        self._allocator = allocator
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []  # oldest first
+        self._outputs: list[TokenOutput] = []
+        self._num_steps = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def find(self, request_id: str) -> RunningRequest | None:
+        """The request while it has not ended."""
+        return next((item for item in (*self._running, *self._waiting) if item.request_id == request_id), None)
+
+    def submit(self, request_id: str, request: GenerationRequest) -> None:
+        """Queues a request. RequestError for one that can never run; nothing changed then."""
+        self._check(request_id, request)
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        self._waiting.append(RunningRequest(request_id, request, seed % (1 << 64), list(request.token_ids)))
+
+    def schedule(self) -> Step | None:
+        """What to compute next; None when no request is there. Follow it with `accept` or `preempt_all`."""
+        budget = self._limits.max_step_tokens
+        slices: list[SequenceSlice] = []
+        new_pages: list[int] = []
+        for item in sorted(self._running, key=lambda item: item.num_missing > 1):  # who waits for one token comes first
+            budget -= self._advance(item, budget, slices, new_pages)
+        while budget > 0 and self._can_admit():
+            item = self._waiting.popleft()
+            self._running.append(item)
+            budget -= self._advance(item, budget, slices, new_pages)
+        if not slices:
+            return None
+        self._num_steps += 1
+        slices.sort(key=lambda part: len(part.token_ids) > 1)
+        return Step(self._num_steps, slices, new_pages)
+
+    def accept(self, step: Step, choose: Choose, version: str) -> None:
+        """Takes over what a step made; `choose` is asked once for each slice that wanted logits and is still there."""
+        row = 0
+        for part in step.slices:
+            item = self.find(part.request_id)
+            if item is not None and item.pages and item.num_cached == part.start:  # else ended or preempted since
+                item.num_cached += len(part.token_ids)
+                if part.wants_logits:
+                    self._append(item, choose(item, row), version)
+            row += part.wants_logits
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """Everything since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def preempt_all(self) -> None:
+        """Every running request gives its pages back and waits to be computed again; the cache holds nothing afterwards."""
+        while self._running:
+            self._preempt_youngest()
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Ends one request; an unknown one has ended before."""
+        item = self.find(request_id)
+        if item is not None:
+            self._finish(item, GeneratedToken(-1, "", 0.0, FinishReason.ABORT.value, reason))
+
+    def abort_all(self, reason: str) -> None:
+        for item in (*self._running, *self._waiting):
+            self.abort(item.request_id, reason)
+
+    def _check(self, request_id: str, request: GenerationRequest) -> None:
+        limits = self._limits
+        if self.find(request_id) is not None:
+            raise RequestError(f"request {request_id} is already there")
+        if not request.token_ids or request.max_tokens < 1:
+            raise RequestError("a request needs at least one prompt token and max_tokens of at least 1")
+        if len(request.token_ids) >= limits.max_model_len:
+            raise RequestError(
+                f"prompt too long: {len(request.token_ids)} tokens, and the model takes {limits.max_model_len} with the completion"
+            )
+        odd = [token for token in request.token_ids if not 0 <= token < limits.vocab_size]
+        if odd:
+            raise RequestError(f"token id {odd[0]} is outside the vocabulary of {limits.vocab_size}")
+
+    def _can_admit(self) -> bool:
+        """Room for a whole request (and the token it will make), lest it be preempted at once."""
+        if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
+            return False
+        return self._allocator.can_allocate(self._allocator.pages_for(len(self._waiting[0].token_ids)))
+
+    def _advance(self, item: RunningRequest, budget: int, slices: list[SequenceSlice], new_pages: list[int]) -> int:
+        """Adds the next slice of a request that runs (still); returns its number of tokens."""
+        count = min(item.num_missing, budget)
+        if count < 1 or item not in self._running or not self._grow(item, new_pages):
+            return 0
+        end = item.num_cached + count
+        tokens = item.token_ids[item.num_cached : end]
+        slices.append(SequenceSlice(item.request_id, tokens, item.num_cached, list(item.pages), end == len(item.token_ids)))
+        return count
+
+    def _grow(self, item: RunningRequest, new_pages: list[int]) -> bool:
+        """Pages for all tokens, taken from the youngest where none are free; False when `item` itself had to give way."""
+        missing = self._allocator.pages_for(len(item.token_ids)) - len(item.pages)
+        while not self._allocator.can_allocate(missing):
+            if self._preempt_youngest() is item:
+                return False
+        pages = self._allocator.allocate(missing)
+        item.pages += pages
+        new_pages += pages
+        return True
+
+    def _preempt_youngest(self) -> RunningRequest:
+        victim = self._running.pop()
+        self._release(victim)
+        self._waiting.appendleft(victim)
+        return victim
+
+    def _append(self, item: RunningRequest, token: SampledToken, version: str) -> None:
+        item.token_ids.append(token.token_id)
+        reason = self._finish_reason(item, token.token_id)
+        made = GeneratedToken(token.token_id, version, token.logprob, reason.value if reason else "")
+        if reason:
+            self._finish(item, made)
+        else:
+            self._outputs.append(TokenOutput(item.request_id, made))
+
+    def _finish_reason(self, item: RunningRequest, token_id: int) -> FinishReason | None:
+        if token_id in self._limits.eos_token_ids and not item.request.ignore_eos:
+            return FinishReason.STOP
+        if item.num_generated >= item.request.max_tokens or len(item.token_ids) >= self._limits.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, item: RunningRequest, last: GeneratedToken) -> None:
+        self._release(item)
+        queue = self._running if item in self._running else self._waiting
+        queue.remove(item)
+        self._outputs.append(TokenOutput(item.request_id, last))
+
+    def _release(self, item: RunningRequest) -> None:
+        self._allocator.free(item.pages)
+        item.pages = []
+        item.num_cached = 0

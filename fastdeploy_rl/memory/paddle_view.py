@@ -1,0 +1,18 @@
+"""A tensor view as a Paddle tensor over the same bytes.
+
+Owns the one way memory of ours becomes Paddle's. Knows nothing of models. Invariant: no byte is copied, and the mapping
+lives as long as the tensor.
+"""
+
+import paddle
+from paddle.base import core
+
+from fastdeploy_rl.memory.tensor_view import TensorView
+
+
+def tensor(view: TensorView) -> paddle.Tensor:
+    """Zero-copy; reads and writes go to the view's memory. A view of a mapping without write permission must not be
+    written."""
+    # What paddle.utils.dlpack.from_dlpack does, less its checks: a model has hundreds of parameters, and they are
+    # rebound while the engine stands still.
+    return paddle.Tensor(core.from_dlpack(view.mapping.dlpack(view.offset, view.shape, view.dtype)))

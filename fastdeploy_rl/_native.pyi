@@ -4,11 +4,16 @@ Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC 
 that copies, waits or sleeps releases the GIL. Bounds and alignment are checked: ValueError, and nothing was touched.
 """
 
-from collections.abc import Buffer, Sequence
-from typing import Final, final
+from collections.abc import Sequence
+from typing import Final, Literal, final
+
+from typing_extensions import Buffer
 
 CPU_LEVEL: Final[str]
-"""Which kernels run here: "avx512", "avx2" or "scalar"."""
+"""The best kernels of this machine: "avx512", "avx2" or "scalar"."""
+
+def use_kernels(level: Literal["avx512", "avx2", "scalar"]) -> None:
+    """Takes other kernels from now on, so that each can be tested on one machine. ValueError where this machine lacks them."""
 
 @final
 class Mapping(Buffer):

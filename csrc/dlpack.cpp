@@ -1,0 +1,123 @@
+#include "dlpack.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace fastdeploy_rl {
+
+namespace {
+
+enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3 };
+enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
+
+constexpr size_t kMaxDimensions = 64;
+
+struct NamedType {
+  const char* name;
+  DLDataType type;
+};
+
+constexpr NamedType kTypes[] = {
+    {"F64", {kFloat, 64, 1}}, {"F32", {kFloat, 32, 1}}, {"F16", {kFloat, 16, 1}}, {"BF16", {kBfloat, 16, 1}},
+    {"I64", {kInt, 64, 1}},   {"I32", {kInt, 32, 1}},   {"I16", {kInt, 16, 1}},   {"I8", {kInt, 8, 1}},
+    {"U8", {kUInt, 8, 1}},    {"BOOL", {kBool, 8, 1}},
+};
+
+const NamedType& type_named(const std::string& name) {
+  for (const NamedType& type : kTypes) {
+    if (name == type.name) return type;
+  }
+  throw std::invalid_argument("unknown dtype '" + name + "'");
+}
+
+const NamedType& name_of(const DLDataType& type) {
+  for (const NamedType& named : kTypes) {
+    if (named.type.code == type.code && named.type.bits == type.bits && type.lanes == 1) return named;
+  }
+  throw std::invalid_argument("a DLPack dtype of code " + std::to_string(type.code) + " and " +
+                              std::to_string(type.bits) + " bits has no safetensors name");
+}
+
+size_t checked_bytes(const std::vector<int64_t>& shape, size_t item_bytes) {
+  if (shape.size() > kMaxDimensions) throw std::invalid_argument("too many dimensions");
+  size_t num_bytes = item_bytes;
+  for (const int64_t size : shape) {
+    if (size < 0) throw std::invalid_argument("a dimension of " + std::to_string(size));
+    if (__builtin_mul_overflow(num_bytes, static_cast<size_t>(size), &num_bytes)) {
+      throw std::invalid_argument("the shape has too many bytes");
+    }
+  }
+  return num_bytes;
+}
+
+// What an exported tensor needs to live, in one allocation.
+struct Exported {
+  DLManagedTensor managed;
+  Pin pin;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+};
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t axis = shape.size(); axis-- > 1;) strides[axis - 1] = strides[axis] * std::max<int64_t>(shape[axis], 1);
+  return strides;
+}
+
+}  // namespace
+
+DLManagedTensor* export_tensor(std::shared_ptr<Mapping> mapping, int64_t offset, const std::vector<int64_t>& shape,
+                               const std::string& dtype) {
+  const DLDataType type = type_named(dtype).type;
+  const size_t item_bytes = type.bits / 8;
+  uint8_t* data = mapping->at(offset, checked_bytes(shape, item_bytes), item_bytes, Access::read);
+  auto* exported = new Exported{{}, Pin(std::move(mapping)), shape, contiguous_strides(shape)};
+  exported->managed.dl_tensor = {data,
+                                 {kCpu, 0},
+                                 static_cast<int32_t>(shape.size()),
+                                 type,
+                                 exported->shape.data(),
+                                 exported->strides.data(),
+                                 0};
+  exported->managed.manager_ctx = exported;
+  exported->managed.deleter = [](DLManagedTensor* self) { delete static_cast<Exported*>(self->manager_ctx); };
+  return &exported->managed;
+}
+
+BorrowedTensor::BorrowedTensor(DLManagedTensor* managed) : managed_(managed) {
+  const NamedType& named = name_of(managed->dl_tensor.dtype);
+  dtype_ = named.name;
+  item_bytes_ = named.type.bits / 8;
+  checked_bytes(shape(), item_bytes_);
+}
+
+uint8_t* BorrowedTensor::data() const {
+  return static_cast<uint8_t*>(managed_->dl_tensor.data) + managed_->dl_tensor.byte_offset;
+}
+
+size_t BorrowedTensor::num_bytes() const { return checked_bytes(shape(), item_bytes_); }
+
+std::vector<int64_t> BorrowedTensor::shape() const {
+  const DLTensor& tensor = managed_->dl_tensor;
+  return {tensor.shape, tensor.shape + tensor.ndim};
+}
+
+bool BorrowedTensor::is_contiguous() const {
+  const DLTensor& tensor = managed_->dl_tensor;
+  if (tensor.strides == nullptr || num_bytes() == 0) return true;
+  int64_t stride = 1;
+  for (int axis = tensor.ndim; axis-- > 0;) {
+    if (tensor.shape[axis] != 1 && tensor.strides[axis] != stride) return false;
+    stride *= tensor.shape[axis];
+  }
+  return true;
+}
+
+// Pinned host memory is as readable as any other.
+bool BorrowedTensor::is_cpu() const {
+  const int32_t type = managed_->dl_tensor.device.device_type;
+  return type == kCpu || type == kCudaHost;
+}
+
+}  // namespace fastdeploy_rl

@@ -1,0 +1,81 @@
+#include "fletcher.h"
+
+namespace fastdeploy_rl {
+
+namespace {
+
+// z(z+1)/2 and z(z+1)(z+2)/6 mod 2^64, exact for every z: the divisions are made before the products can wrap.
+uint64_t triangular(uint64_t z) { return z % 2 == 0 ? z / 2 * (z + 1) : z * (z / 2 + 1); }
+
+uint64_t tetrahedral(uint64_t z) {
+  uint64_t factors[3] = {z, z + 1, z + 2};
+  factors[z % 2 == 0 ? 0 : 1] /= 2;
+  // Of three neighbours one is a multiple of 3, and halving does not change which.
+  for (uint64_t& factor : factors) {
+    if (factor % 3 != 0) continue;
+    factor /= 3;
+    break;
+  }
+  return factors[0] * factors[1] * factors[2];
+}
+
+// With p counted from the end inside a lane, k = p L - l. The weights k, T2(k), T3(k) written in the basis 1, p, T2(p), T3(p).
+struct LaneWeights {
+  uint64_t b_of_a;
+  uint64_t c_of_b, c_of_a;
+  uint64_t d_of_c, d_of_b, d_of_a;
+};
+
+template <int64_t L>
+constexpr LaneWeights lane_weights(int64_t l) {
+  return {static_cast<uint64_t>(-l),
+          static_cast<uint64_t>((L - L * L - 2 * L * l) / 2),
+          static_cast<uint64_t>((l * l - l) / 2),
+          static_cast<uint64_t>(L * L - L * L * L - L * L * l),
+          static_cast<uint64_t>((L * L * L + 3 * L * L * l + 3 * L * l * l - 3 * L * L - 6 * L * l + 2 * L) / 6),
+          static_cast<uint64_t>(-(l * (l - 1) * (l - 2)) / 6)};
+}
+
+template <int64_t L>
+struct LaneTable {
+  LaneWeights of[L]{};
+  constexpr LaneTable() {
+    for (int64_t lane = 0; lane < L; ++lane) of[lane] = lane_weights<L>(lane);
+  }
+};
+
+template <int64_t L>
+Sums combine(const Lanes& lanes) {
+  static constexpr LaneTable<L> table;
+  Sums sums, plain;
+  for (int64_t lane = 0; lane < L; ++lane) {
+    const LaneWeights& weight = table.of[lane];
+    const uint64_t a = lanes.a[lane], b = lanes.b[lane], c = lanes.c[lane];
+    plain += {a, b, c, lanes.d[lane]};
+    sums.b += weight.b_of_a * a;
+    sums.c += weight.c_of_b * b + weight.c_of_a * a;
+    sums.d += weight.d_of_c * c + weight.d_of_b * b + weight.d_of_a * a;
+  }
+  constexpr uint64_t length = L;
+  return {plain.a, sums.b + length * plain.b, sums.c + length * length * plain.c,
+          sums.d + length * length * length * plain.d};
+}
+
+}  // namespace
+
+Sums shift(const Sums& sums, uint64_t num_words) {
+  const uint64_t z = num_words, t2 = triangular(z), t3 = tetrahedral(z);
+  return {sums.a, sums.b + z * sums.a, sums.c + z * sums.b + t2 * sums.a,
+          sums.d + z * sums.c + t2 * sums.b + t3 * sums.a};
+}
+
+Sums append(const Sums& first, const Sums& second, uint64_t num_words_second) {
+  Sums sums = shift(first, num_words_second);
+  sums += second;
+  return sums;
+}
+
+Sums combine_8_lanes(const Lanes& lanes) { return combine<8>(lanes); }
+Sums combine_16_lanes(const Lanes& lanes) { return combine<16>(lanes); }
+
+}  // namespace fastdeploy_rl

@@ -1,0 +1,56 @@
+#include "words.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+
+namespace fastdeploy_rl {
+
+namespace {
+
+constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
+
+static_assert(sizeof(int32_t) == 4 && alignof(int32_t) == 4, "a futex is an aligned 32-bit word");
+
+}  // namespace
+
+int64_t monotonic_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * kNanosecondsPerSecond + now.tv_nsec;
+}
+
+Wake futex_wait(const int32_t* word, int32_t expected, int64_t deadline_ns) {
+  const int64_t deadline = std::max<int64_t>(deadline_ns, 0);
+  timespec until{};
+  until.tv_sec = deadline / kNanosecondsPerSecond;
+  until.tv_nsec = deadline % kNanosecondsPerSecond;
+  while (load(word) == expected) {
+    // WAIT_BITSET is the form that takes an absolute CLOCK_MONOTONIC time. Not PRIVATE: waiters live in other processes.
+    const long rc = syscall(SYS_futex, word, FUTEX_WAIT_BITSET, expected, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
+    if (rc == 0 || errno == EAGAIN) continue;
+    if (errno == EINTR) return Wake::interrupted;
+    if (errno == ETIMEDOUT) return load(word) == expected ? Wake::timed_out : Wake::changed;
+    throw std::system_error(errno, std::system_category(), "futex wait");
+  }
+  return Wake::changed;
+}
+
+int futex_wake(const int32_t* word) {
+  const long woken = syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (woken < 0) throw std::system_error(errno, std::system_category(), "futex wake");
+  return static_cast<int>(woken);
+}
+
+void ring_bell(int32_t* word) {
+  __atomic_add_fetch(reinterpret_cast<uint32_t*>(word), 1u, __ATOMIC_SEQ_CST);
+  futex_wake(word);
+}
+
+}  // namespace fastdeploy_rl

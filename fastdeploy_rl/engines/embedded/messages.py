@@ -17,6 +17,8 @@ from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
 from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 
 MAX_MESSAGE_BYTES = 16 << 20
+SLOT_BYTES = 1 << 20
+"""Of the collectives' segment: supervisor and workers must mean the same."""
 _HEADER = struct.Struct("<I")
 _READ_BYTES = 1 << 16
 
@@ -34,25 +36,23 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int
     max_model_len: int
     collectives_segment: str
-    num_threads: int
     num_copy_threads: int
     parent_pid: int
     socket_fd: int
-    attach_s: float
     step_s: float
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Supervisor to rank 0: generate for this request."""
 
-    request_id: int
+    request_id: str
     request: GenerationRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Supervisor to rank 0: nobody reads this request any more."""
 
-    request_id: int
+    request_id: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -60,12 +60,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to supervisor: loaded and registered. Sizes are this rank's."""
+    """Worker to supervisor: loaded and registered. `weight_bytes` are this rank's."""
 
     rank: int
-    version: str
     weight_bytes: int
-    kv_cache_bytes: int
     seconds: float
 
 
@@ -80,7 +78,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """Rank 0 to supervisor: what one step produced, as (request id, token)."""
 
-    tokens: list[tuple[int, GeneratedToken]]
+    tokens: list[tuple[str, GeneratedToken]]
 
 
 ToWorker = Start | Cancel | Stop

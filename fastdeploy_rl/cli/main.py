@@ -1,0 +1,43 @@
+"""From the command line to a verb, and from an error to one line and an exit code."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fastdeploy_rl.cli import clear, publish, receipt, retire, serve, status, update
+from fastdeploy_rl.errors import FastDeployRLError
+
+VERBS = (serve, publish, retire, update, clear, status, receipt)
+INTERRUPTED = 130
+_DESCRIPTION = "Live, verified weight updates for LLM inference engines."
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastdeploy-rl", description=_DESCRIPTION, allow_abbrev=False)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.add_parser(verbs)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except FastDeployRLError as error:
+        print(f"fastdeploy-rl: error: {_one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does; without this the interpreter complains again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,114 @@
+"""Options that several verbs share, and how results are printed: a few lines for people, one JSON document for
+programs."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DEFAULT_ENGINE = "8182"
+DEFAULT_HTTP_PORT = 8180
+
+Verbs = Any
+"""What `argparse.ArgumentParser.add_subparsers` returns; its class is private."""
+
+
+def add_verb(verbs: Verbs, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    """A verb's parser: `summary` is the line in the list of verbs, `examples` stand at the end of its help."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        type=engine_address,
+        default=engine_address(DEFAULT_ENGINE),
+        metavar="PORT|URL",
+        help=f"the engine's worker queue port on this machine, or its HTTP URL (default {DEFAULT_ENGINE})",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_deadline(parser: argparse.ArgumentParser, default_s: float) -> None:
+    parser.add_argument(
+        "--deadline",
+        type=seconds,
+        default=default_s,
+        metavar="SECONDS",
+        help=f"give up after this long (default {default_s:g})",
+    )
+
+
+def add_channel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ipc-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="the channel: where trainer and engine meet (default: this user's)",
+    )
+
+
+def engine_address(text: str) -> int | str:
+    """A port number or an http URL."""
+    if text.isascii() and text.isdigit():
+        return port(text)
+    if text.startswith(("http://", "https://")):
+        return text
+    raise argparse.ArgumentTypeError(f"expected a port or an http:// URL, got {text!r}")
+
+
+def port(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text[:6]) < 65536:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text[:10]) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def print_json(result: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+
+
+def print_line(result: Any) -> None:
+    """One JSON document on one line, at once."""
+    print(msgspec.json.encode(result).decode(), flush=True)
+
+
+def print_fields(**fields: object) -> None:
+    """Aligned `name  value` lines; empty values are left out."""
+    shown = {name.replace("_", " "): str(value) for name, value in fields.items() if value not in ("", None)}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        print(f"  {name:<{width}}  {value}")
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

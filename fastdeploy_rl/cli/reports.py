@@ -1,0 +1,22 @@
+"""How an update's report reads on a terminal."""
+
+from fastdeploy_rl.cli.options import megabytes, print_fields, print_json
+from fastdeploy_rl.report import UpdateReport
+
+
+def print_report(report: UpdateReport, *, as_json: bool) -> None:
+    """The whole report as JSON, or its outline in a few lines."""
+    if as_json:
+        print_json(report)
+        return
+    print(
+        f"{report.kind} {report.outcome}: version {report.version or 'none'} (was {report.previous_version or 'none'})"
+    )
+    print_fields(
+        seconds=f"{report.seconds:.3f}, of which {report.stall_seconds * 1e3:.1f} ms without decoding",
+        ranks=len(report.ranks),
+        aliased=megabytes(report.aliased_bytes) if report.aliased_bytes else "",
+        copied=megabytes(report.copied_bytes) if report.copied_bytes else "",
+        content_digest=report.receipt.content_digest if report.receipt else "",
+        reason=report.reason,
+    )

@@ -1,0 +1,135 @@
+"""`serve`: runs the embedded engine until it is interrupted."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastdeploy_rl.cli.options import (
+    DEFAULT_ENGINE,
+    DEFAULT_HTTP_PORT,
+    Verbs,
+    add_channel,
+    add_json,
+    add_verb,
+    megabytes,
+    port,
+    positive,
+    print_fields,
+    print_line,
+)
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.engines.embedded.messages import Ready
+    from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig
+
+APPLY_MODES = ("auto", "alias", "copy")
+_EXAMPLES = """\
+  fastdeploy-rl serve --model ~/models/SmolLM2-135M-Instruct --tensor-parallel-size 3 --load-strategy ipc
+  fastdeploy-rl serve --model DIR --tensor-parallel-size 1 --load-strategy ipc --ipc-dir /dev/shm/weights --port 9000"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "serve", "run the embedded engine and take over what trainers publish", _EXAMPLES)
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of a Llama-type model"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=positive, default=1, metavar="N", help="worker processes (default 1)"
+    )
+    parser.add_argument(
+        "--load-strategy",
+        default="ipc",
+        metavar="NAME",
+        help="how new weights get here: ipc (default); later ipc_snapshot, rsync",
+    )
+    parser.add_argument(
+        "--dynamic-load-weight",
+        action="store_true",
+        help="accepted for FastDeploy's sake: weights are always live here",
+    )
+    add_channel(parser)
+    parser.add_argument(
+        "--apply-mode",
+        choices=APPLY_MODES,
+        default="auto",
+        help="alias published memory, copy it, or the cheaper (default)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="HTTP address (default 127.0.0.1)")
+    parser.add_argument("--port", type=port, default=DEFAULT_HTTP_PORT, help=f"HTTP port (default {DEFAULT_HTTP_PORT})")
+    parser.add_argument(
+        "--engine-worker-queue-port",
+        type=port,
+        default=port(DEFAULT_ENGINE),
+        metavar="PORT",
+        help=f"number in the names of board and status words (default {DEFAULT_ENGINE})",
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=positive, default=8, metavar="N", help="requests that run at once (default 8)"
+    )
+    parser.add_argument(
+        "--max-model-len", type=positive, default=None, metavar="N", help="tokens of prompt and completion together"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, default=Path("log"), metavar="DIR", help="for workerlog.RANK (default ./log)"
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from fastdeploy_rl.config import default_channel
+    from fastdeploy_rl.sources.registry import check_load_strategy
+
+    check_load_strategy(options.load_strategy)
+    # uvicorn, the tokenizer and the rest take a moment; a wrong strategy does not have to wait for them.
+    from fastdeploy_rl.engines.embedded.supervisor import ServeConfig, serve
+
+    config = ServeConfig(
+        model_dir=options.model,
+        num_ranks=options.tensor_parallel_size,
+        channel=options.ipc_dir or default_channel(),
+        load_strategy=options.load_strategy,
+        apply_mode=options.apply_mode,
+        host=options.host,
+        port=options.port,
+        board_port=options.engine_worker_queue_port,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        log_dir=options.log_dir,
+    )
+    serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer())
+    return 0
+
+
+class _TextAnnouncer:
+    """For people."""
+
+    def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+        print("fastdeploy-rl serve")
+        print_fields(
+            model=f"{config.model_dir} ({model.config.num_hidden_layers} layers, {model.config.hidden_size} wide)",
+            ranks=f"{config.num_ranks}, {config.num_threads} compute threads each",
+            load_strategy=f"{config.load_strategy}, apply mode {config.apply_mode}",
+            channel=config.channel,
+            http=f"http://{config.host}:{config.port}",
+            engine_worker_queue_port=config.board_port,
+            requests=f"{config.max_num_seqs} at once, {model.max_model_len} tokens each",
+            logs=config.log_dir / "workerlog.*",
+        )
+        print("starting", flush=True)
+
+    def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
+        weights = " + ".join(megabytes(rank.weight_bytes) for rank in ranks)
+        print(f"ready in {seconds:.1f} s: weights {weights}", flush=True)
+
+
+class _JsonAnnouncer:
+    """For programs: one document a line."""
+
+    def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+        place = {"url": f"http://{config.host}:{config.port}", "port": config.board_port}
+        print_line({"event": "starting", **place, "ranks": config.num_ranks, "channel": str(config.channel)})
+
+    def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
+        print_line({"event": "ready", "weight_bytes": [rank.weight_bytes for rank in ranks], "seconds": seconds})

@@ -1,0 +1,47 @@
+"""`status`: what an engine is and does now."""
+
+import argparse
+
+from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, print_fields, print_json
+from fastdeploy_rl.report import EngineStatus, RankStatus
+
+_EXAMPLES = """\
+  fastdeploy-rl status
+  fastdeploy-rl status --engine http://127.0.0.1:8180 --json"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "status", "show version, admission and ranks of an engine", _EXAMPLES)
+    add_engine(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from fastdeploy_rl.control.controller import EngineController
+
+    with EngineController(options.engine) as engine:
+        status = engine.status()
+    if options.json:
+        print_json(status)
+    else:
+        _print_status(status)
+    return 0
+
+
+def _print_status(status: EngineStatus) -> None:
+    print(f"engine {status.port}: {status.admission}, version {status.version or 'none'}")
+    print_fields(
+        update=status.update,
+        legacy_status=status.legacy_status,
+        content_digest=status.content_digest,
+        commands_done=status.commands_done,
+        reason=status.reason,
+    )
+    for rank in status.ranks:
+        print(f"  rank {rank.rank}  {_rank_line(rank)}")
+
+
+def _rank_line(rank: RankStatus) -> str:
+    line = f"pid {rank.pid}, {rank.phase}, version {rank.version or 'none'}, heard {rank.heartbeat_age_s:.1f} s ago"
+    return f"{line}, {rank.error}" if rank.error else line

@@ -1,0 +1,28 @@
+"""`update`: lets an engine take over a published version."""
+
+import argparse
+
+from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb
+from fastdeploy_rl.cli.reports import print_report
+
+_EXAMPLES = """\
+  fastdeploy-rl update                                   # the newest version
+  fastdeploy-rl update 3.1200 --engine http://127.0.0.1:8180 --deadline 60"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "update", "take a published version over on all ranks, or none", _EXAMPLES)
+    parser.add_argument("version", nargs="?", default=None, metavar="VERSION", help="as `3.1200` (default: the newest)")
+    add_engine(parser)
+    add_deadline(parser, 30.0)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from fastdeploy_rl.control.controller import EngineController
+
+    with EngineController(options.engine) as engine:
+        report = engine.update(options.version, deadline_s=options.deadline)
+    print_report(report, as_json=options.json)
+    return 0

@@ -1,0 +1,390 @@
+"""The parent of an engine's workers: starts them, serves HTTP for them, and ends with them.
+
+Owns the workers' processes, the board, the collectives' segment and the HTTP socket. Refuses to know weights and
+models beyond what can be checked before a process is started. Invariant: when `serve` returns, however it came to
+that, no worker runs and no segment of this engine is left; a dead worker stops the whole engine.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import uvicorn
+
+from fastdeploy_rl._native import CollectiveGroup
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.client import BoardClient
+from fastdeploy_rl.config import Deadlines, num_copy_threads
+from fastdeploy_rl.control.completions import CompletionService
+from fastdeploy_rl.control.http_app import EngineFace, make_app
+from fastdeploy_rl.control.metrics import EngineMetrics
+from fastdeploy_rl.control.weights_service import WeightsService
+from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
+from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
+from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, FromWorker, Ready, Stop, Tokens, WorkerConfig
+from fastdeploy_rl.engines.embedded.model_config import ModelConfig
+from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
+from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
+from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
+
+_log = logging.getLogger(__name__)
+
+STOPPING = "the engine is stopping"
+DEFAULT_MAX_MODEL_LEN = 2048
+START_DEADLINE_S = 600.0
+"""Paddle's import and the checkpoint, on a slow disk."""
+STEP_DEADLINE_S = 300.0
+"""How long a rank waits for rank 0's next step. A dead rank is noticed at once otherwise; this only ends a wait that
+nobody else would."""
+TERMINATE_S = 2.0
+"""From SIGTERM to SIGKILL, and from there to giving up."""
+HTTP_DRAIN_S = 2
+LAST_WORDS_S = 1.0
+"""A dead worker's message may still lie in its socket."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `fastdeploy-rl serve` was asked for."""
+
+    model_dir: Path
+    num_ranks: int
+    channel: Path
+    load_strategy: str = "ipc"
+    apply_mode: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8180
+    board_port: int = 8182
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    log_dir: Path = Path("log")
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    worker_module: str = WORKER_MODULE
+
+    @property
+    def num_threads(self) -> int:
+        """Of one worker's matrix products: more than its share of the cores would only make ranks wait for each
+        other."""
+        return max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """What is known of the model before any process is started."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    max_model_len: int
+    name: str
+
+
+class Announcer(Protocol):
+    """Who tells the operator."""
+
+    def starting(self, config: ServeConfig, model: CheckedModel) -> None:
+        """All checks passed; workers are being started."""
+        ...
+
+    def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
+        """It serves."""
+        ...
+
+
+def check_model(config: ServeConfig) -> CheckedModel:
+    """ConfigurationError or CheckpointError for a model that cannot be served like this."""
+    with Checkpoint.open(config.model_dir) as checkpoint:
+        model = checkpoint.config
+    model.check_divides(config.num_ranks)
+    longest = model.max_position_embeddings
+    max_model_len = config.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > longest:
+        raise ConfigurationError(f"--max-model-len {max_model_len}: the model has positions for {longest} tokens")
+    return CheckedModel(model, Tokenizer.open(config.model_dir), max_model_len, config.model_dir.resolve().name)
+
+
+def serve(config: ServeConfig, announcer: Announcer) -> None:
+    """Runs an engine until SIGINT, SIGTERM or SIGHUP; main thread only.
+
+    The errors of the tree: ConfigurationError and its like before anything was started, a worker's own error when it
+    could not start, PeerLostError when one died."""
+    asyncio.run(_Engine(config, announcer).run())
+
+
+class _Engine:
+    """One run, from the checks to the last worker's end."""
+
+    def __init__(self, config: ServeConfig, announcer: Announcer) -> None:
+        self._config = config
+        self._announcer = announcer
+        self._begun = time.monotonic()
+        self._is_over = asyncio.Event()
+        self._is_ready = asyncio.Event()
+        self._is_hurried = False
+        self._fault: Exception | None = None
+        self._workers: list[WorkerProcess] = []
+        self._links: list[WorkerLink] = []
+        self._ready: dict[int, Ready] = {}
+        self._client: EngineClient | None = None
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(_signals(self._on_signal))
+            model = check_model(self._config)
+            self._config.log_dir.mkdir(parents=True, exist_ok=True)
+            listener = stack.enter_context(bind(self._config.host, self._config.port))
+            board = Board.create(self._config.board_port, num_ranks=self._config.num_ranks)
+            stack.callback(board.close)
+            segment = stack.enter_context(_collectives_segment(self._config))
+            self._announcer.starting(self._config, model)
+            await stack.enter_async_context(self._running_workers(model, segment))
+            await stack.enter_async_context(self._serving(model, listener))
+            await self._live()
+        if self._fault is not None:
+            raise self._fault
+
+    async def _live(self) -> None:
+        """Until a signal or a fault."""
+        await _first(self._is_ready, self._is_over, timeout_s=START_DEADLINE_S)
+        if self._is_over.is_set():
+            return
+        if not self._is_ready.is_set():
+            late = [rank for rank in range(self._config.num_ranks) if rank not in self._ready]
+            self._fail(
+                XX
+            )
+            return
+        self._announcer.ready([self._ready[rank] for rank in sorted(self._ready)], time.monotonic() - self._begun)
+        await self._is_over.wait()
+
+    def _on_signal(self) -> None:
+        """The first stops the engine in order, a second one at once."""
+        self._is_hurried = self._is_over.is_set()
+        self._is_over.set()
+
+    def _fail(self, error: Exception) -> None:
+        """The first fault is the reason; what comes after follows from it."""
+        if not self._is_over.is_set():
+            self._fault = error
+            _log.error("fault=%s reason=%s", type(error).__name__, error)
+            self._is_over.set()
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _running_workers(self, model: CheckedModel, segment: str) -> AsyncIterator[None]:
+        watchers: list[asyncio.Task[None]] = []
+        try:
+            for rank in range(self._config.num_ranks):
+                worker = self._start_worker(rank, model, segment)
+                self._workers.append(worker)
+                self._links.append(WorkerLink(worker.connection))
+                watchers.append(asyncio.create_task(self._watch(worker, self._links[rank])))
+            self._client = EngineClient(
+                self._links[0], max_model_len=model.max_model_len, vocab_size=model.config.vocab_size
+            )
+            yield
+        finally:
+            self._is_over.set()
+            await self._stop_workers()
+            await asyncio.gather(*watchers)
+            for worker, link in zip(self._workers, self._links, strict=True):
+                link.close()
+                worker.release()
+
+    def _start_worker(self, rank: int, model: CheckedModel, segment: str) -> WorkerProcess:
+        config = self._config
+        settings = WorkerConfig(
+            rank=rank,
+            num_ranks=config.num_ranks,
+            model_dir=str(config.model_dir),
+            board_port=config.board_port,
+            load_strategy=config.load_strategy,
+            channel=str(config.channel),
+            apply_mode=config.apply_mode,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=model.max_model_len,
+            collectives_segment=segment,
+            num_copy_threads=max(1, num_copy_threads() // config.num_ranks),
+            parent_pid=os.getpid(),
+            socket_fd=-1,
+            step_s=STEP_DEADLINE_S,
+        )
+        environ = worker_environ(os.environ, config.num_threads)
+        return WorkerProcess.start(settings, log_dir=config.log_dir, environ=environ, module=config.worker_module)
+
+    async def _watch(self, worker: WorkerProcess, link: WorkerLink) -> None:
+        """One worker from its first message to its end."""
+        listening = asyncio.create_task(link.receive(self._deliver))
+        await _readable(worker.pidfd)
+        # What it said before it died explains its death better than its exit code.
+        await asyncio.wait([listening], timeout=LAST_WORDS_S)
+        if not listening.done():
+            listening.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PeerLostError):
+            await listening
+        self._fail(PeerLostError(worker.describe_end()))
+
+    def _deliver(self, message: FromWorker) -> None:
+        if isinstance(message, Tokens) and self._client is not None:
+            self._client.deliver(message)
+        elif isinstance(message, Failed):
+            self._fail(from_wire(message.kind, f"rank {message.rank}: {message.message}"))
+        elif isinstance(message, Ready):
+            self._ready[message.rank] = message
+            if len(self._ready) == self._config.num_ranks:
+                self._is_ready.set()
+
+    async def _stop_workers(self) -> None:
+        """In order where all are there to follow, else by signals. Each wait has its deadline."""
+        if self._is_ready.is_set() and all(worker.is_running for worker in self._workers):
+            self._links[0].send(Stop())
+            await self._wait_ended(self._config.deadlines.stop_s)
+        for signal_worker in (WorkerProcess.terminate, WorkerProcess.kill):
+            for worker in self._workers:
+                signal_worker(worker)
+            await self._wait_ended(TERMINATE_S)
+
+    async def _wait_ended(self, timeout_s: float) -> None:
+        """Until every worker has ended, the time is over, or the operator lost patience."""
+        ending = [asyncio.create_task(_readable(worker.pidfd)) for worker in self._workers if worker.is_running]
+        deadline = time.monotonic() + timeout_s
+        while ending and time.monotonic() < deadline and not self._is_hurried:
+            _, pending = await asyncio.wait(ending, timeout=min(0.2, timeout_s))
+            ending = list(pending)
+        for task in ending:
+            task.cancel()
+
+    # --- HTTP -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _serving(self, model: CheckedModel, listener: socket.socket) -> AsyncIterator[None]:
+        if self._client is None:
+            raise PeerLostError("no worker to serve for")
+        metrics = EngineMetrics()
+        weights = WeightsService(BoardClient(self._config.board_port))
+        face = EngineFace(CompletionService(self._client, model.tokenizer, metrics, model.name), weights, metrics)
+        server = _Server(
+            uvicorn.Config(
+                make_app(face),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=HTTP_DRAIN_S,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving.add_done_callback(lambda task: self._fail(PeerLostError("the HTTP server ended")))
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            self._client.fail_all(STOPPING)
+            server.should_exit = True
+            await serving
+            weights.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to the supervisor."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. ConfigurationError for a port in use or an address that is none of this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--host {host}: {error.strerror or error}; give an address of this machine"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
+        ) from error
+
+
+def worker_environ(environ: "os._Environ[str] | dict[str, str]", num_threads: int) -> dict[str, str]:
+    """A worker's environment: as many compute threads as its share of the cores, and none of them spinning."""
+    threads = str(num_threads)
+    return dict(environ) | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+        "KMP_BLOCKTIME": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@contextmanager
+def _signals(handler: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for kind in kinds:
+        loop.add_signal_handler(kind, handler)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)
+
+
+@contextmanager
+def _collectives_segment(config: ServeConfig) -> Iterator[str]:
+    """Its name; the segment is there, zeroed. The board's owner lock makes us the only user of this port's names."""
+    name = f"fastdeploy_rl_collectives.{config.board_port}"
+    unlink_segment(name)
+    segment = SharedSegment.create(name, CollectiveGroup.required_bytes(config.num_ranks, SLOT_BYTES))
+    segment.close()
+    try:
+        yield name
+    finally:
+        unlink_segment(name)
+
+
+async def _readable(fd: int) -> None:
+    """Until `fd` can be read."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    own = os.dup(fd)  # two waiters of one descriptor would replace each other
+    loop.add_reader(own, _settle, readable)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(own)
+        os.close(own)
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _first(*events: asyncio.Event, timeout_s: float) -> None:
+    """Until one of the events is set or the time is over."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()

@@ -1,0 +1,118 @@
+"""A stand-in for engine, tokenizer and board behind the HTTP face: tokens are the bytes of the text."""
+
+import threading
+from collections.abc import AsyncGenerator, Sequence
+
+from fastdeploy_rl.control.completions import CompletionService
+from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.http_app import EngineFace
+from fastdeploy_rl.control.metrics import EngineMetrics
+from fastdeploy_rl.control.weights_service import WeightsService
+from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.receipt import Receipt
+from fastdeploy_rl.report import EngineStatus, RankReport, RankStatus, StepReport, UpdateReport
+
+END = 0
+MODEL = "bytes"
+RECEIPT = Receipt(version="1.2", source="ipc", content_digest="c0", read={"w": "00"}, live={"w": ["00", "00"]})
+
+
+class ByteTokenizer:
+    eos_token_ids: Sequence[int] = (END,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token != END).decode(errors="replace")
+
+
+class ScriptedEngine:
+    """Answers every request with `answer`, token by token; from token `switch_at` on by version 1.2 instead of 1.1."""
+
+    max_model_len = 64
+    vocab_size = 256
+
+    def __init__(self, answer: bytes = b"Paris\0", switch_at: int = 3) -> None:
+        self.answer = answer
+        self.switch_at = switch_at
+        self.requests: list[GenerationRequest] = []
+        self.num_unfinished = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        self.requests.append(request)
+        self.num_unfinished += 1
+        for index, token_id in enumerate(self.answer[: request.max_tokens]):
+            is_end = token_id == END and not request.ignore_eos
+            reason = "stop" if is_end else "length" if index + 1 == request.max_tokens else ""
+            version = "1.2" if index >= self.switch_at else "1.1"
+            if reason:
+                self.num_unfinished -= 1
+            yield GeneratedToken(token_id, version, -0.5, reason)
+            if reason:
+                return
+
+
+class AbortingEngine(ScriptedEngine):
+    """Ends every request after `switch_at` tokens, as a clear does."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        for token_id in self.answer[: self.switch_at]:
+            yield GeneratedToken(token_id, "1.1", -0.5)
+        yield GeneratedToken(-1, "", 0.0, "abort", "weights were cleared")
+
+
+class ScriptedBoard:
+    """A board whose commands end as `outcome` says; `gate` holds them back while it is unset."""
+
+    def __init__(self) -> None:
+        self.legacy_status = "NORMAL"
+        self.reason = ""
+        self.outcome: FastDeployRLError | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+        self.calls: list[tuple[object, ...]] = []
+
+    def status(self) -> EngineStatus:
+        is_serving = self.legacy_status == "NORMAL"
+        return EngineStatus(
+            port=8182,
+            admission="serving" if is_serving else "paused",
+            update="idle",
+            version="1.1" if is_serving else "",
+            content_digest="c0",
+            legacy_status=self.legacy_status,
+            is_serving=is_serving,
+            reason="" if is_serving else self.reason or "the engine is cleared",
+            commands_done=len(self.calls),
+            ranks=[RankStatus(rank=0, pid=1, phase="idle", command=0, version="1.1", heartbeat_age_s=0.1)],
+        )
+
+    def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport:
+        return self._command("update", version, deadline_s)
+
+    def clear(self, *, deadline_s: float) -> UpdateReport:
+        return self._command("clear", deadline_s)
+
+    def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt:
+        self._command("receipt", recompute, deadline_s)
+        return RECEIPT
+
+    def _command(self, kind: str, *arguments: object) -> UpdateReport:
+        self.calls.append((kind, *arguments))
+        self.begun.set()
+        self.gate.wait(timeout=20)
+        if self.outcome is not None:
+            raise self.outcome
+        rank = RankReport(rank=0, steps=[StepReport("install", 0.01, 5)], apply_mode="alias", aliased_bytes=5)
+        return UpdateReport(1, kind, "done", "1.2", "1.1", 0.2, 0.1, [rank])
+
+
+def make_face(engine: ScriptedEngine, board: ScriptedBoard) -> EngineFace:
+    metrics = EngineMetrics()
+    completions = CompletionService(engine, ByteTokenizer(), metrics, MODEL)
+    return EngineFace(completions, WeightsService(board), metrics)

@@ -1,8 +1,8 @@
 """The plan of one rank: which published bytes become which bytes of its parameters.
 
 Owns the geometry (slices of C-contiguous tensors as strided 2-D regions) and two promises: each byte of a parameter is
-written by exactly one region, and each byte of a published tensor is *owned* (counted in receipts) by exactly one
-region of one rank. Refuses to know where memory is and who moves it.
+written by exactly one region, and each byte of a published tensor that some parameter takes is *owned* (counted in
+receipts) by exactly one region of one rank. Refuses to know where memory is and who moves it.
 
 All offsets, strides and sizes are in bytes. A plan holds for the manifest it was made from: `layout_digest` says how
 tensors are split, not where in a segment they lie.
@@ -107,6 +107,13 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
             planned.add(tensor.name)
             parameters.append(_plan_parameter(tensor, spec, rank, num_ranks, counts))
     return _total(manifest.layout_digest, parameters, rank, num_ranks)
+
+
+def plan_reading(tensor: Tensor) -> PlannedParameter:
+    """All of a published tensor, read and counted whole by one rank, for tensors that no parameter takes: the second name
+    of a tied group that was published under both. They need no home, only their checksum in the receipt."""
+    spec = ParameterSpec(tensor.name, tensor.dtype, tensor.shape, None)
+    return _plan_parameter(tensor, spec, 0, 1, True)
 
 
 def check_divisible(specs: Sequence[ParameterSpec], num_ranks: int) -> None:

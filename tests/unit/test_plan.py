@@ -15,7 +15,15 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.dtypes import itemsize, numpy_dtype
 from fastdeploy_rl.errors import ConfigurationError, CoverageError, StepFailedError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
-from fastdeploy_rl.plan.planner import AliasSource, Plan, PlannedParameter, PlannedRegion, check_plan, make_plan
+from fastdeploy_rl.plan.planner import (
+    AliasSource,
+    Plan,
+    PlannedParameter,
+    PlannedRegion,
+    check_plan,
+    make_plan,
+    plan_reading,
+)
 
 # --- a publication with its bytes, and an executor
 
@@ -361,6 +369,22 @@ def test_a_shared_tensor_is_counted_once_where_its_first_parameter_is_replicated
     publication = Publication(Source("a", values_of((6, 4))), aliases={"b": "a"})
     specs = [ParameterSpec("a", "F32", (6, 4), None), ParameterSpec("b", "F32", (6, 4), 0)]
     assert read_sums(all_plans(publication, specs, 3), publication)["a"] == of_bytes(values_of((6, 4)))
+
+
+def test_the_twin_that_no_parameter_takes_is_read_whole() -> None:
+    """Published under both names, a tied group still gives a receipt of every published tensor."""
+    values = values_of((6, 4))
+    publication = Publication(Source("embed", values), Source("head", values, axis=1, edges=(0, 1, 4)))
+    specs = [
+        ParameterSpec("embed", "F32", (6, 4), 0),
+        ParameterSpec("head", "F32", (6, 4), 0, Coverage.TIED, tied_to="embed"),
+    ]
+    plans = all_plans(publication, specs, 2)
+    assert {parameter.source for plan in plans for parameter in plan.parameters} == {"embed"}
+    twin = plan_reading(publication.manifest.tensors[1])
+    reading = replace(plans[0], parameters=(*plans[0].parameters, twin))
+    assert execute(twin, publication.segments) == values.tobytes()
+    assert read_sums([reading, plans[1]], publication) == {"embed": of_bytes(values), "head": of_bytes(values)}
 
 
 def test_parameters_that_take_nothing_are_not_planned() -> None:

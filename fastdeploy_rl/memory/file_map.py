@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,7 +84,9 @@ def _read_header(path: Path, data: memoryview) -> dict[str, StoredTensor]:
     header_bytes = int.from_bytes(data[:8], "little")
     start = 8 + header_bytes
     if header_bytes > MAX_HEADER_BYTES or start > len(data):
-        raise CheckpointError(f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {len(data)}")
+        raise CheckpointError(
+            f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {len(data)}"
+        )
     try:
         header = msgspec.json.decode(bytes(data[8:start]), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -107,19 +110,25 @@ def _read_entry(path: Path, name: str, raw: object, start: int, file_bytes: int)
     except (msgspec.ValidationError, ConfigurationError) as error:
         raise CheckpointError(f"{path}: tensor {name}: broken header entry: {error}") from error
     begin, end = entry.data_offsets
-    if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape) or begin < 0 or end - begin != expected:
+    if (
+        len(entry.shape) > MAX_DIMENSIONS
+        or any(size < 0 for size in entry.shape)
+        or begin < 0
+        or end - begin != expected
+    ):
         raise CheckpointError(
             f"{path}: tensor {name}: shape {list(entry.shape)} {entry.dtype} does not fit bytes {begin}..{end}"
         )
     if start + end > file_bytes:
         raise CheckpointError(
-            f"{path}: truncated: tensor {name} ends at byte {start + end}, the file has {file_bytes}; fetch the checkpoint again"
+            f"{path}: truncated: tensor {name} ends at byte {start + end}, the file has {file_bytes}; "
+            f"get the checkpoint again"
         )
     return StoredTensor(name, entry.dtype, entry.shape, start + begin, expected)
 
 
 def _refuse_overlap(path: Path, tensors: Iterable[StoredTensor]) -> None:
     in_order = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
-    for before, after in zip(in_order, in_order[1:], strict=False):
+    for before, after in pairwise(in_order):
         if before.offset + before.num_bytes > after.offset:
             raise CheckpointError(f"{path}: tensors {before.name} and {after.name} overlap")

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints of Llama models: read into engine layout, slice by slice, and written back.
 
-Owns the translation between the two layouts (Hugging Face keeps linear weights as [out, in], the engine as [in, out]) and the check that
-a checkpoint holds exactly the model its config.json describes. Knows nothing of Paddle or of other ranks. Invariant: an open
-`Checkpoint` has every tensor of the model in its right shape; every value handed out is float32, exact for F32, BF16 and F16 sources.
+Owns the translation between the two layouts (Hugging Face keeps linear weights as [out, in], the engine as [in, out])
+and the check that a checkpoint holds exactly the model its config.json describes. Knows nothing of Paddle or of other
+ranks. Invariant: an open `Checkpoint` has every tensor of the model in its right shape; every value handed out is
+float32, exact for F32, BF16 and F16 sources.
 """
 
 import json
@@ -18,7 +19,15 @@ import numpy.typing as npt
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
-from fastdeploy_rl.engines.embedded.model_config import EMBEDDING, HEAD, ModelConfig, local_shape, parameter_specs, read_config, read_json
+from fastdeploy_rl.engines.embedded.model_config import (
+    EMBEDDING,
+    HEAD,
+    ModelConfig,
+    local_shape,
+    parameter_specs,
+    read_config,
+    read_json,
+)
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.tensor_view import TensorView
@@ -33,7 +42,8 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory of weights, mapped and checked. A context manager; views and arrays taken from it stay valid after `close`."""
+    """A directory of weights, mapped and checked. A context manager; views and arrays taken from it stay valid after
+    `close`."""
 
     directory: Path
     config: ModelConfig
@@ -42,7 +52,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
-        """ConfigurationError: no such directory, or a model this engine cannot run. CheckpointError: names file and tensor."""
+        """ConfigurationError: no such directory, or a model this engine cannot run. CheckpointError: names file and
+        tensor."""
         config = read_config(directory)
         checkpoint = cls(directory, config, parameter_specs(config), _map_files(directory))
         checkpoint._check_tensors()
@@ -66,8 +77,8 @@ class Checkpoint:
             yield spec.name, np.array(self._slice(spec, 0, 1), dtype=np.float32, order="C")
 
     def load(self, rank: int, num_ranks: int) -> dict[str, TensorView]:
-        """This rank's slices in one fresh arena of private memory; reads only what lies in them. A tied head is left out.
-        ConfigurationError where the model does not split over `num_ranks`."""
+        """This rank's slices in one fresh arena of private memory; reads only what lies in them. A tied head is left
+        out. ConfigurationError where the model does not split over `num_ranks`."""
         self.config.check_divides(num_ranks)
         views = _place({spec.name: local_shape(spec, num_ranks) for spec in self._stored_specs()})
         for spec in self._stored_specs():
@@ -96,7 +107,8 @@ class Checkpoint:
         surplus = [name for name in self.files if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
         if missing or surplus:
             raise CheckpointError(
-                f"{self.directory}: not the tensors of the model in config.json: missing {_listed(missing)}; surplus {_listed(surplus)}"
+                f"{self.directory}: not the tensors of the model in config.json: "
+                f"missing {_listed(missing)}; surplus {_listed(surplus)}"
             )
         for name in expected.keys() & self.files.keys():
             self._check_tensor(expected[name])
@@ -108,24 +120,33 @@ class Checkpoint:
         stored = file.tensors[spec.name]
         shape = spec.shape[::-1] if _is_linear(spec) else spec.shape
         if stored.shape != shape:
-            raise CheckpointError(f"{file.path}: tensor {spec.name}: expected shape {list(shape)}, got {list(stored.shape)}")
+            raise CheckpointError(
+                f"{file.path}: tensor {spec.name}: expected shape {list(shape)}, got {list(stored.shape)}"
+            )
         if stored.dtype not in SOURCE_DTYPES:
-            raise CheckpointError(f"{file.path}: tensor {spec.name}: expected dtype {' or '.join(SOURCE_DTYPES)}, got {stored.dtype}")
+            raise CheckpointError(
+                f"{file.path}: tensor {spec.name}: expected dtype {' or '.join(SOURCE_DTYPES)}, got {stored.dtype}"
+            )
 
     def _check_tied_head(self) -> None:
         if not np.array_equal(_widen(self._stored(HEAD)), _widen(self._stored(EMBEDDING))):
             raise CheckpointError(
-                f"{self.files[HEAD].path}: tensor {HEAD} differs from {EMBEDDING}, but config.json ties them (tie_word_embeddings)"
+                f"{self.files[HEAD].path}: tensor {HEAD} differs from {EMBEDDING}, "
+                f"but config.json ties them (tie_word_embeddings)"
             )
 
 
 def save_checkpoint(directory: Path, config: Mapping[str, object], tensors: Mapping[str, Floats]) -> None:
-    """Writes a Hugging Face directory: `config` as config.json, `tensors` (whole, engine layout, float32) as model.safetensors.
+    """Writes a Hugging Face directory: `config` as config.json, `tensors` (whole, engine layout, float32) as
+    model.safetensors.
 
     Equal input gives equal bytes. The weights appear under their name only when complete; config.json last.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    stored = {name: value.T if value.ndim == 2 and name not in (EMBEDDING, HEAD) else value for name, value in sorted(tensors.items())}
+    stored = {
+        name: value.T if value.ndim == 2 and name not in (EMBEDDING, HEAD) else value
+        for name, value in sorted(tensors.items())
+    }
     ends = list(accumulate(value.nbytes for value in stored.values()))
     header = {
         name: {"dtype": "F32", "shape": value.shape, "data_offsets": (end - value.nbytes, end)}
@@ -156,7 +177,10 @@ def _place(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
     sizes = [-(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
     arena = _native.Mapping.private(sum(sizes))
     offsets = accumulate(sizes, initial=0)
-    return {name: TensorView(arena, offset, "F32", shape) for (name, shape), offset in zip(shapes.items(), offsets, strict=False)}
+    return {
+        name: TensorView(arena, offset, "F32", shape)
+        for (name, shape), offset in zip(shapes.items(), offsets, strict=False)
+    }
 
 
 def _map_files(directory: Path) -> dict[str, FileMap]:
@@ -175,10 +199,14 @@ def _map_files(directory: Path) -> dict[str, FileMap]:
 def _shards(directory: Path) -> dict[str, str]:
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{directory / INDEX_FILE}: weight_map: expected an object, got {type(weight_map).__name__}")
+        raise CheckpointError(
+            f"{directory / INDEX_FILE}: weight_map: expected an object, got {type(weight_map).__name__}"
+        )
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{directory / INDEX_FILE}: weight_map: {name}: expected a file name in this directory, got {shard!r}")
+            raise CheckpointError(
+                f"{directory / INDEX_FILE}: weight_map: {name}: expected a file name in this directory, got {shard!r}"
+            )
     return weight_map
 
 

@@ -1,7 +1,7 @@
 """The memory behind the pages of the KV cache: one private arena for all layers of this rank.
 
-Knows nothing of requests or of who holds which page. Invariant: what it holds was computed with the weights whose content digest it
-carries, and once dropped it holds no memory at all.
+Knows nothing of requests or of who holds which page. Invariant: what it holds was computed with the weights whose
+content digest it carries, and once dropped it holds no memory at all.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,8 @@ class KVCache:
         return self._layers
 
     def rebuild(self, content_digest: str) -> None:
-        """A cache for weights of that digest. Pages are cleared when they are handed out (`clear`), not here: the engine stands still."""
+        """A cache for weights of that digest. Pages are cleared when they are handed out (`clear`), not here: the
+        engine stands still."""
         if self._arena is None:
             self._allocate()
         self.content_digest = content_digest
@@ -79,7 +80,8 @@ class KVCache:
         self.content_digest = ""
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages: padding is read (and weighed with zero), so that a NaN left by an earlier request would spread."""
+        """Zeroes pages: padding is read (and weighed with zero), so that a NaN left by an earlier request would
+        spread."""
         if pages and self._by_page is not None:
             self._by_page[:, :, pages] = 0
 

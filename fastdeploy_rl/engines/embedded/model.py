@@ -1,20 +1,20 @@
 """A Llama decoder in plain Paddle operators, one tensor-parallel shard of it.
 
-Owns the forward pass and the parameters as a flat table of plain tensors over memory of somebody else's. Knows nothing of requests
-or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing but `_parameters` refers to them.
+Owns the forward pass and the parameters as a flat table of plain tensors over memory of somebody else's. Knows nothing
+of requests or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing but
+`_parameters` refers to them.
 
-Operators are called through `paddle._C_ops`, the functions behind the public ones: decoding one token takes over a thousand of them,
-and their argument checks in Python cost as much as the small ones themselves.
+Operators are called through `paddle._C_ops`, the functions behind the public ones: decoding one token takes over a
+thousand of them, and their argument checks in Python cost as much as the small ones themselves.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle
-from paddle import _C_ops as ops
 
 from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.engines.embedded.kv_cache import KVCache, LayerCache
@@ -23,10 +23,12 @@ from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS
 from fastdeploy_rl.engines.embedded.scheduler import SequenceSlice, Step
 from fastdeploy_rl.errors import LifecycleError
 from fastdeploy_rl.memory import paddle_view
+from fastdeploy_rl.memory.paddle_view import array_tensor
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
-Tensor = paddle.Tensor
+Tensor: TypeAlias = paddle.Tensor
+ops: Any = paddle._C_ops
 
 
 class LayerParameters(NamedTuple):
@@ -80,7 +82,8 @@ class AttentionGroup(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A `Step` as the layers need it. `slots`: where each row goes in the cache. Cosines and sines: [rows, q + k heads, head_dim]."""
+    """A `Step` as the layers need it. `slots`: where each row goes in the cache. Cosines and sines: [rows, q + k heads,
+    head_dim]."""
 
     token_ids: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
@@ -109,7 +112,9 @@ class LlamaModel:
         layers = range(self._config.num_hidden_layers)
         self._parameters = Parameters(
             embedding=views[EMBEDDING].numpy(),
-            layers=tuple(LayerParameters(*(_layer_tensor(views, index, name) for name in LAYER_NAMES)) for index in layers),
+            layers=tuple(
+                LayerParameters(*(_layer_tensor(views, index, name) for name in LAYER_NAMES)) for index in layers
+            ),
             final_norm=paddle_view.tensor(views[FINAL_NORM]),
             head=paddle_view.tensor(views.get(HEAD, views[EMBEDDING])),
         )
@@ -117,7 +122,6 @@ class LlamaModel:
     def unbind(self) -> None:
         self._parameters = None
 
-    @paddle.no_grad()
     def forward(self, step: Step, cache: KVCache) -> Floats:
         """Logits of the slices that want them, in order: [slices, vocab] float32, the same on every rank."""
         if self._parameters is None:
@@ -134,13 +138,13 @@ class LlamaModel:
 
     def _embed(self, token_ids: npt.NDArray[np.int64], rows: Floats) -> Tensor:
         if self._collectives is None:
-            return paddle.to_tensor(rows[token_ids])
+            return array_tensor(rows[token_ids])
         local = token_ids - self._first_token
         owned = (local >= 0) & (local < len(rows))
         hidden = np.zeros((len(token_ids), rows.shape[1]), np.float32)
         hidden[owned] = rows[local[owned]]
         self._collectives.all_reduce(hidden)
-        return paddle.to_tensor(hidden)
+        return array_tensor(hidden)
 
     def _attend(self, hidden: Tensor, layer: LayerParameters, cache: LayerCache, inputs: StepInputs) -> Tensor:
         normed = self._normalize(hidden, layer.input_norm)
@@ -194,8 +198,8 @@ class LlamaModel:
 
     def _logits(self, hidden: Tensor, rows: list[int], parameters: Parameters) -> Floats:
         if len(rows) < hidden.shape[0]:
-            hidden = ops.index_select(hidden, paddle.to_tensor(rows), 0)
-        own = ops.matmul(self._normalize(hidden, parameters.final_norm), parameters.head, False, True).numpy()
+            hidden = ops.index_select(hidden, array_tensor(np.array(rows)), 0)
+        own: Floats = ops.matmul(self._normalize(hidden, parameters.final_norm), parameters.head, False, True).numpy()
         if self._collectives is None:
             return own
         gathered = self._collectives.all_gather(own).reshape(-1, *own.shape)
@@ -215,11 +219,12 @@ class LlamaModel:
         )
 
     def _rotary(self, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The tables at these positions, spread over heads; the softmax's 1 / sqrt(head_dim) goes along with the queries."""
+        """The tables at these positions, spread over heads; the softmax's 1 / sqrt(head_dim) goes along with the
+        queries."""
         scale = np.ones((self._num_heads + self._num_kv_heads, 1), np.float32)
         scale[: self._num_heads] = self._config.head_dim**-0.5
         cosines = self._cosines[positions][:, None, :] * scale
-        return paddle.to_tensor(cosines), paddle.to_tensor(self._sines[positions][:, None, :] * scale)
+        return array_tensor(cosines), array_tensor(self._sines[positions][:, None, :] * scale)
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -232,12 +237,14 @@ def _layer_tensor(views: Mapping[str, TensorView], index: int, name: str) -> Ten
 
 def _numpy_view(tensor: Tensor) -> Floats:
     """The tensor's own memory, valid while it lives (Tensor.numpy() copies)."""
-    size = int(np.prod(tensor.shape))
-    return np.frombuffer((ctypes.c_float * size).from_address(tensor.data_ptr()), np.float32)
+    memory = (ctypes.c_float * int(np.prod(tensor.shape))).from_address(tensor.data_ptr())
+    values: Floats = np.ctypeslib.as_array(memory)
+    return values
 
 
 def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
-    """cos and sin of position x frequency for every position, [positions, head_dim]: both halves alike, as Hugging Face has it."""
+    """cos and sin of position x frequency for every position, [positions, head_dim]: both halves alike, as Hugging Face
+    has it."""
     frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     positions = np.arange(config.max_position_embeddings, dtype=np.float32)
     angles = np.outer(positions, frequencies.astype(np.float32)).astype(np.float32)
@@ -246,18 +253,21 @@ def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
 
 
 def _swap_halves_matrix(head_dim: int) -> Tensor:
-    """x @ matrix = (-x2, x1): exact (a single term in each sum), and one operator instead of a split, a negation and a concat."""
+    """x @ matrix = (-x2, x1): exact (a single term in each sum), and one operator instead of a split, a negation and a
+    concat."""
     half = head_dim // 2
     matrix = np.zeros((head_dim, head_dim), np.float32)
     matrix[half:, :half] = -np.eye(half)
     matrix[:half, half:] = np.eye(half)
-    return paddle.to_tensor(matrix)
+    return array_tensor(matrix)
 
 
 def _slots(part: SequenceSlice) -> npt.NDArray[np.int64]:
     """Where in the cache each token of a slice goes."""
     positions = np.arange(part.start, part.start + len(part.token_ids))
-    return np.asarray(part.pages, np.int64)[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    pages = np.asarray(part.pages, np.int64)[positions // PAGE_TOKENS]
+    slots: npt.NDArray[np.int64] = pages * PAGE_TOKENS + positions % PAGE_TOKENS
+    return slots
 
 
 def _groups(slices: Sequence[SequenceSlice], queries_per_kv_head: int) -> list[AttentionGroup]:
@@ -279,7 +289,7 @@ def _decode_group(slices: Sequence[SequenceSlice]) -> AttentionGroup:
     last = np.array([part.start for part in slices])
     hidden = np.arange(longest * PAGE_TOKENS) > last[:, None]
     mask = np.where(hidden, np.float32("-inf"), np.float32(0))[None, :, None, :]
-    return AttentionGroup(0, len(slices), len(slices), paddle.to_tensor(np.array(tables).ravel()), paddle.to_tensor(mask))
+    return AttentionGroup(0, len(slices), len(slices), array_tensor(np.array(tables).ravel()), array_tensor(mask))
 
 
 def _prefill_group(part: SequenceSlice, start: int, queries_per_kv_head: int) -> AttentionGroup:
@@ -288,6 +298,4 @@ def _prefill_group(part: SequenceSlice, start: int, queries_per_kv_head: int) ->
     own = np.arange(part.start, part.start + count)
     hidden = np.arange(num_pages * PAGE_TOKENS) > own[:, None]
     mask = np.where(hidden, np.float32("-inf"), np.float32(0)).repeat(queries_per_kv_head, axis=0)
-    return AttentionGroup(
-        start, start + count, 1, paddle.to_tensor(np.array(part.pages[:num_pages])), paddle.to_tensor(mask)
-    )
+    return AttentionGroup(start, start + count, 1, array_tensor(np.array(part.pages[:num_pages])), array_tensor(mask))

@@ -1,7 +1,8 @@
 """The shape of a Llama-type model: read from a Hugging Face `config.json`, checked once, never changed.
 
-Owns which models this engine can run and how they split over ranks. Knows nothing of Paddle or of files of weights. Invariant: a
-`ModelConfig` that exists describes a model this engine computes exactly; anything it would compute differently was refused.
+Owns which models this engine can run and how they split over ranks. Knows nothing of Paddle or of files of weights.
+Invariant: a `ModelConfig` that exists describes a model this engine computes exactly; anything it would compute
+differently was refused.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ class ModelConfig:
         sizes = self._split_sizes()
         odd = [f"{name} {size}" for name, size in sizes.items() if num_ranks < 1 or size % num_ranks]
         if odd:
-            works = [count for count in range(1, self.num_key_value_heads + 1) if not any(size % count for size in sizes.values())]
+            works = [
+                count
+                for count in range(1, self.num_key_value_heads + 1)
+                if not any(size % count for size in sizes.values())
+            ]
             raise ConfigurationError(
                 f"the model does not split over {num_ranks} ranks: not divisible: {', '.join(odd)}; "
                 f"--tensor-parallel-size can be {', '.join(map(str, works))}"
@@ -62,7 +67,8 @@ class ModelConfig:
 def read_config(directory: Path) -> ModelConfig:
     """Reads `config.json` (and the stop tokens of `generation_config.json`, where there is one).
 
-    ConfigurationError: no such directory, or a model this engine does not compute. CheckpointError: a file that is broken.
+    ConfigurationError: no such directory, or a model this engine does not compute. CheckpointError: a file that is
+    broken.
     """
     if not directory.is_dir():
         raise ConfigurationError(f"no such model directory: {directory}; --model takes a Hugging Face directory")
@@ -91,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parameter_specs(config: ModelConfig) -> tuple[ParameterSpec, ...]:
     """Every parameter in engine layout: linear weights are [in, out], embeddings and head [vocab, hidden]; float32."""
-    shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
     shapes |= {FINAL_NORM: (config.hidden_size,), HEAD: (config.vocab_size, config.hidden_size)}
@@ -201,13 +207,16 @@ def _refuse_foreign_model(fields: _Fields) -> None:
         scaling = fields.values.get(key) or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
         if kind != "default":
-            raise ConfigurationError(f"{fields.path}: {key}: this engine has plain rotary embeddings, the model needs {kind!r}")
+            raise ConfigurationError(
+                f"{fields.path}: {key}: this engine has plain rotary embeddings, the model needs {kind!r}"
+            )
 
 
 def _check_consistent(config: ModelConfig, path: Path) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
-            f"{path}: num_key_value_heads {config.num_key_value_heads} does not divide num_attention_heads {config.num_attention_heads}"
+            f"{path}: num_key_value_heads {config.num_key_value_heads} does not divide "
+            f"num_attention_heads {config.num_attention_heads}"
         )
     if config.head_dim % 2:
         raise CheckpointError(f"{path}: head_dim: rotary embeddings need an even size, got {config.head_dim}")

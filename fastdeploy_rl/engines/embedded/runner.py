@@ -1,12 +1,12 @@
 """One tensor-parallel rank of the embedded engine, as the weight manager and the worker loop see it.
 
-Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither processes nor HTTP nor where weights come from. Invariant:
-what the cache holds was made with the weights that are bound: whatever changes one drops the other.
+Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither processes nor HTTP nor where weights
+come from. Invariant: what the cache holds was made with the weights that are bound: whatever changes one drops the
+other.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +31,9 @@ DEFAULT_KV_PAGES = 1024
 """16,384 tokens; memory comes into being as pages are used."""
 
 
-@dataclass(frozen=True)
-class RunnerLimits:
-    """`max_model_len` None: what the model was made for. `num_kv_pages` None: room for the longest request, and for more where that
-    is short. `max_step_tokens`: the longest piece of prompt between two tokens of the others."""
-
-    max_num_seqs: int = 16
-    max_model_len: int | None = None
-    num_kv_pages: int | None = None
-    max_step_tokens: int = 512
-
-
 class EmbeddedRunner:
-    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come from the loop's thread; `execute` is a meeting of all ranks."""
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come from the loop's thread; `execute` is a meeting of
+    all ranks."""
 
     def __init__(
         self,
@@ -52,27 +42,36 @@ class EmbeddedRunner:
         num_ranks: int,
         collectives: Collectives | None,
         *,
-        limits: RunnerLimits = RunnerLimits(),
+        max_num_seqs: int = 16,
+        max_model_len: int | None = None,
+        num_kv_pages: int | None = None,
+        max_step_tokens: int = 512,
     ) -> None:
-        """Reads config.json only. `collectives` may be None for a single rank. ConfigurationError: a model that does not split
-        over `num_ranks`, limits that contradict it."""
+        """Reads config.json only. ConfigurationError: a model that does not split over `num_ranks`, limits that
+        contradict it.
+
+        `collectives` may be None for a single rank. `max_model_len` None: what the model was made for. `num_kv_pages`
+        None: room for `max_num_seqs` of the longest requests, but no more than DEFAULT_KV_PAGES where one fits in
+        those. `max_step_tokens`: the longest piece of a prompt between two tokens of the other requests.
+        """
         self._model_dir = model_dir
         self._rank, self._num_ranks = rank, num_ranks
         self.config = read_config(model_dir)
         self.config.check_divides(num_ranks)
         if num_ranks > 1 and collectives is None:
             raise ConfigurationError(f"{num_ranks} ranks need collectives")
-        self.max_model_len = _max_model_len(self.config, limits)
+        self.max_model_len = _checked_model_len(self.config, max_model_len)
         _share_cores(num_ranks)
-        num_pages = _num_kv_pages(self.max_model_len, limits)
+        num_pages = _checked_kv_pages(self.max_model_len, max_num_seqs, num_kv_pages)
         self._specs = parameter_specs(self.config)
         self._model = LlamaModel(self.config, rank, num_ranks, collectives if num_ranks > 1 else None)
         self._cache = KVCache(_cache_shape(self.config, num_ranks, num_pages))
-        self._scheduler = Scheduler(self._scheduler_limits(limits), PageAllocator(num_pages)) if rank == 0 else None
+        limits = self._scheduler_limits(max_num_seqs, max_step_tokens)
+        self._scheduler = Scheduler(limits, PageAllocator(num_pages)) if rank == 0 else None
         self._bound: dict[str, TensorView] = {}
         self._version = ""
 
-    # --- what the weight manager needs --------------------------------------------------------------------------------------------
+    # --- what the weight manager needs ------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -122,7 +121,7 @@ class EmbeddedRunner:
     def set_version(self, version: str) -> None:
         self._version = version
 
-    # --- what the worker loop needs -------------------------------------------------------------------------------------------------
+    # --- what the worker loop needs ---------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> Scheduler:
@@ -132,7 +131,8 @@ class EmbeddedRunner:
         return self._scheduler
 
     def execute(self, step: Step) -> Floats:
-        """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab] float32."""
+        """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab]
+        float32."""
         return self._model.forward(step, self._cache)
 
     def accept(self, step: Step, logits: Floats) -> None:
@@ -147,11 +147,15 @@ class EmbeddedRunner:
         if self._scheduler is not None:
             self._scheduler.preempt_all()
 
-    def _scheduler_limits(self, limits: RunnerLimits) -> SchedulerLimits:
+    def _scheduler_limits(self, max_num_seqs: int, max_step_tokens: int) -> SchedulerLimits:
+        if max_num_seqs < 1 or max_step_tokens < 1:
+            raise ConfigurationError(
+                f"max_num_seqs {max_num_seqs} and max_step_tokens {max_step_tokens} must be at least 1"
+            )
         return SchedulerLimits(
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
-            max_step_tokens=limits.max_step_tokens,
+            max_step_tokens=max_step_tokens,
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.config.eos_token_ids,
         )
@@ -162,19 +166,22 @@ def _share_cores(num_ranks: int) -> None:
     core.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
-def _max_model_len(config: ModelConfig, limits: RunnerLimits) -> int:
-    wanted = limits.max_model_len or config.max_position_embeddings
-    if not 2 <= wanted <= config.max_position_embeddings:
-        raise ConfigurationError(f"max_model_len must be 2 to {config.max_position_embeddings} for this model, got {wanted}")
-    return wanted
+def _checked_model_len(config: ModelConfig, wanted: int | None) -> int:
+    length = config.max_position_embeddings if wanted is None else wanted
+    if not 2 <= length <= config.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_model_len must be 2 to {config.max_position_embeddings} for this model, got {length}"
+        )
+    return length
 
 
-def _num_kv_pages(max_model_len: int, limits: RunnerLimits) -> int:
+def _checked_kv_pages(max_model_len: int, max_num_seqs: int, wanted: int | None) -> int:
     least = PageAllocator.pages_for(max_model_len)
-    pages = limits.num_kv_pages or max(least, min(least * limits.max_num_seqs, DEFAULT_KV_PAGES))
+    pages = max(least, min(least * max_num_seqs, DEFAULT_KV_PAGES)) if wanted is None else wanted
     if pages < least:
         raise ConfigurationError(
-            f"num_kv_pages {pages} of {PAGE_TOKENS} tokens do not hold one request of max_model_len {max_model_len}; at least {least}"
+            f"{pages} KV pages of {PAGE_TOKENS} tokens do not hold one request of max_model_len {max_model_len}; "
+            f"at least {least} are needed"
         )
     return pages
 

@@ -1,8 +1,9 @@
 """Which requests advance in the next step: continuous batching over a paged KV cache.
 
-Owns the requests, their tokens and the pages they hold. Knows nothing of Paddle, of weights beyond the name of their version, or of other
-ranks: it writes down a `Step`, which every rank executes. Invariant: every page is either free or held by exactly one running request,
-and a request that gave its pages back keeps its tokens and computes their keys and values again, in whatever weights are live then.
+Owns the requests, their tokens and the pages they hold. Knows nothing of Paddle, of weights beyond the name of their
+version, or of other ranks: it writes down a `Step`, which every rank executes. Invariant: every page is either free or
+held by exactly one running request, and a request that gave its pages back keeps its tokens and computes their keys and
+values again, in whatever weights are live then.
 """
 
 import secrets
@@ -31,8 +32,8 @@ class FinishReason(str, Enum):
 class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
     """The consecutive tokens of one request that go through the model in one step.
 
-    `start`: position of the first; everything before lies in the cache. `pages`: the page table, in order, with room for all of them.
-    `wants_logits`: the last token's logits are needed.
+    `start`: position of the first; everything before lies in the cache. `pages`: the page table, in order, with room
+    for all of them. `wants_logits`: the last token's logits are needed.
     """
 
     request_id: str
@@ -43,7 +44,8 @@ class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold no data of this request yet."""
+    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold no data of this
+    request yet."""
 
     number: int
     slices: list[SequenceSlice]
@@ -59,8 +61,8 @@ class TokenOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`max_num_seqs` requests run at once; `max_model_len` tokens a request, prompt included; `max_step_tokens` tokens a step, so that
-    a long prompt does not hold up the others for long."""
+    """`max_num_seqs` requests run at once; `max_model_len` tokens a request, prompt included; `max_step_tokens` tokens
+    a step, so that a long prompt does not hold up the others for long."""
 
     max_num_seqs: int
     max_model_len: int
@@ -71,7 +73,8 @@ class SchedulerLimits:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in `pages`."""
+    """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in
+    `pages`."""
 
     request_id: str
     request: GenerationRequest
@@ -157,7 +160,8 @@ class Scheduler:
         return outputs
 
     def preempt_all(self) -> None:
-        """Every running request gives its pages back and waits to be computed again; the cache holds nothing afterwards."""
+        """Every running request gives its pages back and waits to be computed again; the cache holds nothing
+        afterwards."""
         while self._running:
             self._preempt_youngest()
 
@@ -179,7 +183,8 @@ class Scheduler:
             raise RequestError("a request needs at least one prompt token and max_tokens of at least 1")
         if len(request.token_ids) >= limits.max_model_len:
             raise RequestError(
-                f"prompt too long: {len(request.token_ids)} tokens, and the model takes {limits.max_model_len} with the completion"
+                f"prompt too long: {len(request.token_ids)} tokens, "
+                f"and the engine takes {limits.max_model_len} with the completion"
             )
         odd = [token for token in request.token_ids if not 0 <= token < limits.vocab_size]
         if odd:
@@ -198,11 +203,14 @@ class Scheduler:
             return 0
         end = item.num_cached + count
         tokens = item.token_ids[item.num_cached : end]
-        slices.append(SequenceSlice(item.request_id, tokens, item.num_cached, list(item.pages), end == len(item.token_ids)))
+        slices.append(
+            SequenceSlice(item.request_id, tokens, item.num_cached, list(item.pages), end == len(item.token_ids))
+        )
         return count
 
     def _grow(self, item: RunningRequest, new_pages: list[int]) -> bool:
-        """Pages for all tokens, taken from the youngest where none are free; False when `item` itself had to give way."""
+        """Pages for all tokens, taken from the youngest where none are free; False when `item` itself had to give
+        way."""
         missing = self._allocator.pages_for(len(item.token_ids)) - len(item.pages)
         while not self._allocator.can_allocate(missing):
             if self._preempt_youngest() is item:

@@ -1,7 +1,8 @@
 """Text to token ids and back, and conversations to text, by the files of a Hugging Face directory.
 
-Owns reading tokenizer.json and the chat template. Knows nothing of requests or of streaming. Invariant: a chat template, which is
-a program that came with the model, runs in jinja2's sandbox, without access to Python objects. Imports neither torch nor transformers.
+Owns reading tokenizer.json and the chat template. Knows nothing of requests or of streaming. Invariant: a chat
+template, which is a program that came with the model, runs in jinja2's sandbox, without access to Python objects.
+Imports neither torch nor transformers.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,15 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, settings: dict[str, Any], eos_token_ids: tuple[int, ...]) -> None:
         self._fast = fast
         self._template = settings.get("chat_template")
-        self._special_tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self._special_tokens = {
+            key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         self._eos_token_ids = eos_token_ids
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja. CheckpointError names the file."""
+        """Reads tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja. CheckpointError
+        names the file."""
         path = directory / "tokenizer.json"
         try:
             fast = FastTokenizer.from_buffer(_read_bounded(path))
@@ -52,7 +56,8 @@ class Tokenizer:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of the conversation, ready for the assistant's next turn. RequestError where the template refuses it."""
+        """Token ids of the conversation, ready for the assistant's next turn. RequestError where the template refuses
+        it."""
         return self.encode(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:

@@ -110,8 +110,8 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
 
 
 def plan_reading(tensor: Tensor) -> PlannedParameter:
-    """All of a published tensor, read and counted whole by one rank, for tensors that no parameter takes: the second name
-    of a tied group that was published under both. They need no home, only their checksum in the receipt."""
+    """All of a published tensor, read and counted whole by one rank: for tensors that no parameter takes, such as the
+    second name of a tied group that was published under both. They need no home, only a place in the receipt."""
     spec = ParameterSpec(tensor.name, tensor.dtype, tensor.shape, None)
     return _plan_parameter(tensor, spec, 0, 1, True)
 

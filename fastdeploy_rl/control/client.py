@@ -4,6 +4,7 @@ Owns the way of a command over HTTP. Refuses to know boards. Invariant: an error
 class with the same text; whatever else comes back is an EngineError that says so. Every call has a deadline.
 """
 
+from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ _ResultT = TypeVar("_ResultT")
 
 
 class HttpEngine:
-    """Same methods as the board's client; blocks. `close` gives the connection back."""
+    """Same methods as the board's client; blocks. A context manager; `close` gives the connection back."""
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
         """ConfigurationError for what is no http URL. Connects to nothing yet. `transport` replaces the network."""
@@ -65,6 +66,14 @@ class HttpEngine:
     def close(self) -> None:
         self._http.close()
 
+    def __enter__(self) -> "HttpEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
     def _call(self, method: str, path: str, kind: type[_ResultT], deadline_s: float, **content: Any) -> _ResultT:
         timeout = httpx.Timeout(deadline_s + GRACE_S, connect=CONNECT_S)
         try:
@@ -81,7 +90,8 @@ class HttpEngine:
             raise EngineError(f"{self._url}{path}: {error or type(error).__name__}") from error
         if answer.is_error:
             raise self._error(path, answer)
-        return self._decode(path, answer, kind)
+        result: _ResultT = self._decode(path, answer, kind)
+        return result
 
     def _error(self, path: str, answer: httpx.Response) -> Exception:
         body = self._decode(path, answer, Json)

@@ -90,6 +90,8 @@ def _add_engine_routes(app: FastAPI, face: EngineFace) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        for report in await face.weights.new_reports():
+            face.metrics.observe_report(report)
         return Response(face.metrics.render(await face.weights.status()), media_type=CONTENT_TYPE)
 
 

@@ -5,9 +5,10 @@ command that waits never keeps a status from being read, and more than MAX_COMMA
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 from fastdeploy_rl.errors import (
@@ -16,12 +17,15 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     NotServingError,
     RequestError,
+    StepFailedError,
 )
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
 
 MAX_COMMANDS = 8
+MAX_REPORTS = 32
+"""As many as an engine keeps."""
 MAX_DEADLINE_S = 3600.0
 LEGACY_DEADLINE_S = 300.0
 """FastDeploy's time-out of its two routes."""
@@ -30,12 +34,19 @@ _ResultT = TypeVar("_ResultT")
 
 
 class WeightsClient(Protocol):
-    """An engine's board, blocking; the errors of the tree."""
+    """Commands to an engine, blocking; the errors of the tree. One command at a time."""
 
     def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport: ...
     def clear(self, *, deadline_s: float) -> UpdateReport: ...
-    def status(self) -> EngineStatus: ...
     def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt: ...
+
+
+class Board(Protocol):
+    """What the engine shows, read without waiting, and the way to a client for a command."""
+
+    def status(self) -> EngineStatus: ...
+    def read_report(self, command: int) -> UpdateReport: ...
+    def open_client(self) -> AbstractContextManager[WeightsClient]: ...
 
 
 class LegacyAnswer(NamedTuple):
@@ -49,14 +60,15 @@ class LegacyAnswer(NamedTuple):
 class WeightsService:
     """The commands of one engine; `close` gives the threads back."""
 
-    def __init__(self, client: WeightsClient) -> None:
-        self._client = client
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="board-status")
         self._commanders = ThreadPoolExecutor(MAX_COMMANDS, thread_name_prefix="board-command")
         self._running: list[CommandKind] = []
+        self._num_reported = 0
 
     async def status(self) -> EngineStatus:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._client.status)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._board.status)
 
     async def check_serving(self) -> None:
         """NotServingError with the reason while the engine refuses requests."""
@@ -66,16 +78,17 @@ class WeightsService:
 
     async def update(self, version: str | None, *, deadline_s: float) -> UpdateReport:
         _check_deadline(deadline_s)
-        return await self._command(CommandKind.UPDATE, partial(self._client.update, version, deadline_s=deadline_s))
+        return await self._command(CommandKind.UPDATE, lambda client: client.update(version, deadline_s=deadline_s))
 
     async def clear(self, *, deadline_s: float) -> UpdateReport:
         _check_deadline(deadline_s)
-        return await self._command(CommandKind.CLEAR, partial(self._client.clear, deadline_s=deadline_s))
+        return await self._command(CommandKind.CLEAR, lambda client: client.clear(deadline_s=deadline_s))
 
     async def receipt(self, *, recompute: bool, deadline_s: float) -> Receipt:
         _check_deadline(deadline_s)
-        call = partial(self._client.receipt, recompute=recompute, deadline_s=deadline_s)
-        return await self._command(CommandKind.RECOMPUTE, call)
+        return await self._command(
+            CommandKind.RECOMPUTE, lambda client: client.receipt(recompute=recompute, deadline_s=deadline_s)
+        )
 
     async def legacy_clear(self) -> LegacyAnswer:
         """GET /clear_load_weight."""
@@ -104,14 +117,31 @@ class WeightsService:
                 )
         return LegacyAnswer(200, "already cleared") if settled is not None and word == settled else None
 
-    async def _command(self, kind: CommandKind, call: Callable[[], _ResultT]) -> _ResultT:
+    async def _command(self, kind: CommandKind, call: Callable[[WeightsClient], _ResultT]) -> _ResultT:
         if len(self._running) >= MAX_COMMANDS:
             raise NotServingError(f"{MAX_COMMANDS} weight commands are waiting already; ask again when one is done")
         self._running.append(kind)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._commanders, call)
+            return await asyncio.get_running_loop().run_in_executor(self._commanders, self._ask, call)
         finally:
             self._running.remove(kind)
+
+    def _ask(self, call: Callable[[WeightsClient], _ResultT]) -> _ResultT:
+        with self._board.open_client() as client:
+            return call(client)
+
+    async def new_reports(self) -> list[UpdateReport]:
+        """Of the commands since the last call; those that were dropped meanwhile are left out."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read_new_reports)
+
+    def _read_new_reports(self) -> list[UpdateReport]:
+        done = self._board.status().commands_done
+        first, self._num_reported = self._num_reported + 1, max(done, self._num_reported)
+        reports = []
+        for command in range(max(first, done - MAX_REPORTS), done + 1):
+            with contextlib.suppress(StepFailedError):
+                reports.append(self._board.read_report(command))
+        return reports
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,8 @@
 """A stand-in for engine, tokenizer and board behind the HTTP face: tokens are the bytes of the text."""
 
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
@@ -102,14 +103,25 @@ class ScriptedBoard:
         self._command("receipt", recompute, deadline_s)
         return RECEIPT
 
+    def read_report(self, command: int) -> UpdateReport:
+        return report(command, self.calls[command - 1][0])
+
+    @contextmanager
+    def open_client(self) -> Iterator["ScriptedBoard"]:
+        yield self
+
     def _command(self, kind: str, *arguments: object) -> UpdateReport:
         self.calls.append((kind, *arguments))
         self.begun.set()
         self.gate.wait(timeout=20)
         if self.outcome is not None:
             raise self.outcome
-        rank = RankReport(rank=0, steps=[StepReport("install", 0.01, 5)], apply_mode="alias", aliased_bytes=5)
-        return UpdateReport(1, kind, "done", "1.2", "1.1", 0.2, 0.1, [rank])
+        return report(len(self.calls), kind)
+
+
+def report(command: int, kind: object) -> UpdateReport:
+    rank = RankReport(rank=0, steps=[StepReport("install", 0.01, 5)], apply_mode="alias", aliased_bytes=5)
+    return UpdateReport(command, str(kind), "done", "1.2", "1.1", 0.2, 0.1, [rank])
 
 
 def make_face(engine: ScriptedEngine, board: ScriptedBoard) -> EngineFace:

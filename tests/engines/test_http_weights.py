@@ -149,6 +149,15 @@ def test_more_commands_than_threads_are_refused_and_status_is_still_read(weights
     assert asyncio.run(flood()) == (503, 200)
 
 
+def test_metrics_tell_each_command_once(weights: Weights) -> None:
+    weights.get(UPDATE)
+    for _ in range(2):
+        page = weights.get("/metrics").text
+        assert 'fastdeploy_rl_updates_total{kind="update",outcome="done"} 1.0' in page
+        assert 'fastdeploy_rl_weight_bytes_total{apply="aliased"} 5.0' in page
+        assert 'fastdeploy_rl_step_seconds_count{step="install"} 1.0' in page
+
+
 def test_receipt_flags(weights: Weights) -> None:
     assert weights.get("/v1/weights/receipt?recompute=true&deadline_s=3").json()["content_digest"] == "c0"
     assert weights.board.calls == [("receipt", True, 3.0)]

@@ -22,7 +22,6 @@ import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.client import BoardClient
 from fastdeploy_rl.config import Deadlines, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.http_app import EngineFace, make_app
@@ -36,6 +35,9 @@ from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
+from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.rank_files import RankFiles
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class _Engine:
             segment = stack.enter_context(_collectives_segment(self._config))
             self._announcer.starting(self._config, model)
             await stack.enter_async_context(self._running_workers(model, segment))
-            await stack.enter_async_context(self._serving(model, listener))
+            await stack.enter_async_context(self._serving(model, board, listener))
             await self._live()
         if self._fault is not None:
             raise self._fault
@@ -159,9 +161,7 @@ class _Engine:
             return
         if not self._is_ready.is_set():
             late = [rank for rank in range(self._config.num_ranks) if rank not in self._ready]
-            self._fail(
-                XX
-            )
+            self._fail(DeadlineExceededError(f"ranks {late} were not ready within {START_DEADLINE_S:.0f} s"))
             return
         self._announcer.ready([self._ready[rank] for rank in sorted(self._ready)], time.monotonic() - self._begun)
         await self._is_over.wait()
@@ -267,11 +267,11 @@ class _Engine:
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _serving(self, model: CheckedModel, listener: socket.socket) -> AsyncIterator[None]:
+    async def _serving(self, model: CheckedModel, board: Board, listener: socket.socket) -> AsyncIterator[None]:
         if self._client is None:
             raise PeerLostError("no worker to serve for")
         metrics = EngineMetrics()
-        weights = WeightsService(BoardClient(self._config.board_port))
+        weights = WeightsService(_EngineBoard(board))
         face = EngineFace(CompletionService(self._client, model.tokenizer, metrics, model.name), weights, metrics)
         server = _Server(
             uvicorn.Config(
@@ -292,6 +292,24 @@ class _Engine:
             server.should_exit = True
             await serving
             weights.close()
+
+
+class _EngineBoard:
+    """The engine's own board as the HTTP side reads it."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._files = RankFiles(board.run_dir)
+
+    def status(self) -> EngineStatus:
+        return self._board.status()
+
+    def read_report(self, command: int) -> UpdateReport:
+        return self._files.read_report(command)
+
+    def open_client(self) -> BoardClient:
+        """One of its own for each command: a client waits for one thing at a time."""
+        return BoardClient(self._board.port)
 
 
 class _Server(uvicorn.Server):

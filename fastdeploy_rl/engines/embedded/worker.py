@@ -92,15 +92,18 @@ def _tell(connection: WorkerSocket, rank: int, error: Exception) -> None:
 
 def _run(config: WorkerConfig, connection: WorkerSocket) -> None:
     # Imported here: Paddle takes seconds, and until then a worker must already be able to die and to complain.
+    import paddle
+
     from fastdeploy_rl.board.board import Board
     from fastdeploy_rl.collectives.shm import ShmCollectives
     from fastdeploy_rl.config import Deadlines
     from fastdeploy_rl.engines.embedded.loop import Follower, Leader
-    from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner, RunnerLimits
+    from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
     from fastdeploy_rl.manager import DynamicWeightManager, ManagerConfig
     from fastdeploy_rl.sources import registry
     from fastdeploy_rl.sources.base import SourceConfig
 
+    paddle.disable_signal_handler()  # its handlers turn an orderly SIGTERM into a page of traceback
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         collectives = stack.enter_context(
@@ -115,8 +118,14 @@ def _run(config: WorkerConfig, connection: WorkerSocket) -> None:
                 )
             )
         )
-        limits = RunnerLimits(max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
-        runner = EmbeddedRunner(Path(config.model_dir), config.rank, config.num_ranks, collectives, limits=limits)
+        runner = EmbeddedRunner(
+            Path(config.model_dir),
+            config.rank,
+            config.num_ranks,
+            collectives,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
         source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
         stack.callback(source.close)
         board = Board.attach(config.board_port)

@@ -7,7 +7,8 @@
 
 namespace fastdeploy_rl {
 
-// Round to nearest, ties to even. NaN keeps its sign and upper payload and is made quiet, so that it cannot round to infinity.
+// Round to nearest, ties to even. NaN keeps its sign and upper payload and is made quiet, so that it cannot round to
+// infinity.
 [[gnu::always_inline]] inline void cast_f32_to_bf16(const uint8_t* source, uint8_t* target, size_t num_values) {
   for (size_t i = 0; i < num_values; ++i) {
     uint32_t bits;

@@ -155,16 +155,16 @@ void CollectiveGroup::join() {
   uint64_t found = 0;
   if (!__atomic_compare_exchange_n(&header_->config, &found, config, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
       found != config) {
-    throw std::invalid_argument("the mapping belongs to a group of " + std::to_string(found & 0xff) + " ranks and slots of " +
-                                std::to_string(found >> 8) + " bytes");
+    throw std::invalid_argument("the mapping belongs to a group of " + std::to_string(found & 0xff) +
+                                " ranks and slots of " + std::to_string(found >> 8) + " bytes");
   }
   uint64_t* joined = &header_->ranks[rank_].joined;
   uint64_t before = __atomic_load_n(joined, __ATOMIC_SEQ_CST);
   uint64_t gate = header_->gate.load();
   if (before >= generation_ || generation_of(gate) > generation_ ||
       !__atomic_compare_exchange_n(joined, &before, generation_, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-    throw std::invalid_argument("generation " + std::to_string(generation_) + " is not new: rank " + std::to_string(rank_) +
-                                " joined " + std::to_string(before) + ", the group is at " +
+    throw std::invalid_argument("generation " + std::to_string(generation_) + " is not new: rank " +
+                                std::to_string(rank_) + " joined " + std::to_string(before) + ", the group is at " +
                                 std::to_string(generation_of(gate)));
   }
   // The step always moves on, so that sleepers of the older generation see their word change.
@@ -196,7 +196,8 @@ void CollectiveGroup::raise_missing(uint64_t gate, const Request& request) const
                        {},
                        generation_};
   }
-  MissingRanks missing{call + " of rank " + std::to_string(rank_) + " at step " + std::to_string(step_), {}, generation_};
+  MissingRanks missing{
+      call + " of rank " + std::to_string(rank_) + " at step " + std::to_string(step_), {}, generation_};
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if ((arrived_of(gate) >> rank & 1) == 0) missing.ranks.push_back(rank);
   }
@@ -282,14 +283,15 @@ void CollectiveGroup::check_agreement(const Request& request, size_t bank) const
     const uint64_t other = header_->ranks[rank].calls[bank];
     if (other == own) continue;
     throw std::invalid_argument("rank " + std::to_string(rank) + " calls " + kCallNames[other & 7] + " of " +
-                                std::to_string(other >> 8) + " bytes, root " + std::to_string(other >> 3 & 31) + "; rank " +
-                                std::to_string(rank_) + " calls " + kCallNames[static_cast<int>(request.call)] + " of " +
+                                std::to_string(other >> 8) + " bytes, root " + std::to_string(other >> 3 & 31) +
+                                "; rank " + std::to_string(rank_) + " calls " +
+                                kCallNames[static_cast<int>(request.call)] + " of " +
                                 std::to_string(request.num_bytes) + " bytes, root " + std::to_string(request.root));
   }
 }
 
-// What this rank wrote into its slot of the present bank is visible to all afterwards, and theirs to it, until this rank has
-// met them once more.
+// What this rank wrote into its slot of the present bank is visible to all afterwards, and theirs to it, until this
+// rank has met them once more.
 void CollectiveGroup::meet(const Request& request) {
   const size_t met = bank();
   header_->ranks[rank_].calls[met] =
@@ -300,8 +302,8 @@ void CollectiveGroup::meet(const Request& request) {
   check_agreement(request, met);
 }
 
-// A payload in pieces of one slot each, an empty one in one empty piece. `write` fills this rank's slot from the bytes at an
-// offset, `read` uses everybody's (a function from rank to slot).
+// A payload in pieces of one slot each, an empty one in one empty piece. `write` fills this rank's slot from the bytes
+// at an offset, `read` uses everybody's (a function from rank to slot).
 template <typename Write, typename Read>
 void CollectiveGroup::exchange(const Request& request, Write write, Read read) {
   const Turn turn(*this);

@@ -1,9 +1,9 @@
 // Processes that meet in one shared mapping: barrier, all_reduce, all_gather, broadcast, with deadlines.
 //
-// Everybody passes one gate, a 64-bit word that holds (generation, who arrived, broken, step). The last to arrive opens the
-// next step. Slots are doubled by the parity of the step: a slot is written again two steps later, and the gate in between
-// proves that everybody has read it. They are doubled again by the parity of the generation, so that a process that was
-// stopped in the middle of a copy and wakes in a later generation cannot write into what that one exchanges.
+// Everybody passes one gate, a 64-bit word that holds (generation, who arrived, broken, step). The last to arrive opens
+// the next step. Slots are doubled by the parity of the step: a slot is written again two steps later, and the gate in
+// between proves that everybody has read it. They are doubled again by the parity of the generation, so that a process
+// that was stopped in the middle of a copy and wakes in a later generation cannot write into what that one exchanges.
 #pragma once
 
 #include <atomic>

@@ -73,13 +73,8 @@ DLManagedTensor* export_tensor(std::shared_ptr<Mapping> mapping, int64_t offset,
   const size_t item_bytes = type.bits / 8;
   uint8_t* data = mapping->at(offset, checked_bytes(shape, item_bytes), item_bytes, Access::read);
   auto* exported = new Exported{{}, Pin(std::move(mapping)), shape, contiguous_strides(shape)};
-  exported->managed.dl_tensor = {data,
-                                 {kCpu, 0},
-                                 static_cast<int32_t>(shape.size()),
-                                 type,
-                                 exported->shape.data(),
-                                 exported->strides.data(),
-                                 0};
+  exported->managed.dl_tensor = {
+      data, {kCpu, 0}, static_cast<int32_t>(shape.size()), type, exported->shape.data(), exported->strides.data(), 0};
   exported->managed.manager_ctx = exported;
   exported->managed.deleter = [](DLManagedTensor* self) { delete static_cast<Exported*>(self->manager_ctx); };
   return &exported->managed;

@@ -19,7 +19,8 @@ uint64_t tetrahedral(uint64_t z) {
   return factors[0] * factors[1] * factors[2];
 }
 
-// With p counted from the end inside a lane, k = p L - l. The weights k, T2(k), T3(k) written in the basis 1, p, T2(p), T3(p).
+// With p counted from the end inside a lane, k = p L - l. The weights k, T2(k), T3(k) written in the basis 1, p, T2(p),
+// T3(p).
 struct LaneWeights {
   uint64_t b_of_a;
   uint64_t c_of_b, c_of_a;

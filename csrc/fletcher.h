@@ -34,8 +34,8 @@ Sums shift(const Sums& sums, uint64_t num_words);
 // `first` followed by `second`, which has `num_words_second` words.
 Sums append(const Sums& first, const Sums& second, uint64_t num_words_second);
 
-// Word i went into lane i % num_lanes, and each lane ran its own fletcher4 (Lanes::a[lane] and so on): the sums of the words
-// in their order. num_lanes is 8 or 16.
+// Word i went into lane i % num_lanes, and each lane ran its own fletcher4 (Lanes::a[lane] and so on): the sums of the
+// words in their order. num_lanes is 8 or 16.
 struct Lanes {
   alignas(64) uint64_t a[16], b[16], c[16], d[16];
 };

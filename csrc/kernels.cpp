@@ -30,7 +30,9 @@ Sums sum_scalar(const uint8_t* source, size_t num_words) {
   return sums;
 }
 
-Sums sum_blocks_scalar(const uint8_t* source, size_t num_blocks) { return sum_scalar(source, num_blocks * kBlockWords); }
+Sums sum_blocks_scalar(const uint8_t* source, size_t num_blocks) {
+  return sum_scalar(source, num_blocks * kBlockWords);
+}
 
 // Sums what is still in the nearest cache.
 Sums copy_sum_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_blocks, Store) {
@@ -78,7 +80,8 @@ const BlockKernels* const kCandidates[] = {&scalar_kernels};
 #endif
 
 const BlockKernels* best() {
-  return *std::find_if(std::begin(kCandidates), std::end(kCandidates), [](const BlockKernels* k) { return runs_here(*k); });
+  return *std::find_if(std::begin(kCandidates), std::end(kCandidates),
+                       [](const BlockKernels* k) { return runs_here(*k); });
 }
 
 std::atomic<const BlockKernels*>& chosen() {

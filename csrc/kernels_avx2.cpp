@@ -46,9 +46,7 @@ AVX2_INLINE Sums finish(const Accumulators& even, const Accumulators& odd) {
   return combine_8_lanes(lanes);
 }
 
-AVX2_INLINE __m256i read(const uint8_t* source) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
-}
+AVX2_INLINE __m256i read(const uint8_t* source) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)); }
 
 template <Store kStore>
 AVX2_INLINE void write(uint8_t* target, __m256i vector) {

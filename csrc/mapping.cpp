@@ -81,7 +81,8 @@ void Mapping::prefault(int num_threads) const {
   const auto count = static_cast<size_t>(num_threads);
   run_on_threads(num_threads, [&](int thread) {
     const auto index = static_cast<size_t>(thread);
-    populate(data_ + num_pages * index / count * page, data_ + num_pages * (index + 1) / count * page, page, is_writable_);
+    populate(data_ + num_pages * index / count * page, data_ + num_pages * (index + 1) / count * page, page,
+             is_writable_);
   });
 }
 
@@ -101,7 +102,8 @@ uint8_t* Mapping::at(int64_t offset, size_t num_bytes, size_t alignment, Access 
                                 " are not inside a mapping of " + std::to_string(num_bytes_));
   }
   if (static_cast<size_t>(offset) % alignment != 0) {
-    throw std::invalid_argument("offset " + std::to_string(offset) + " is not a multiple of " + std::to_string(alignment));
+    throw std::invalid_argument("offset " + std::to_string(offset) + " is not a multiple of " +
+                                std::to_string(alignment));
   }
   if (access == Access::write && !is_writable_) throw std::invalid_argument("the mapping is read-only");
   return data_ + offset;

@@ -34,7 +34,8 @@ class Mapping {
   void prefault(int num_threads) const;
   void close();
 
-  // Address of `num_bytes` bytes at `offset`; std::invalid_argument when closed, out of bounds, misaligned or not writable.
+  // Address of `num_bytes` bytes at `offset`; std::invalid_argument when closed, out of bounds, misaligned or not
+  // writable.
   uint8_t* at(int64_t offset, size_t num_bytes, size_t alignment, Access access) const;
 
   // Counted from any thread: a DLPack tensor may die without the interpreter lock.

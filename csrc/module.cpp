@@ -82,7 +82,9 @@ void bind_words(py::module_& m) {
   m.def("futex_wait_i32", futex_wait_i32, "mapping"_a, "offset"_a, "expected"_a, "deadline_ns"_a);
   m.def(
       "futex_wake_i32",
-      [](const Mapping& mapping, int64_t offset) { return futex_wake(word_at<int32_t>(mapping, offset, Access::read)); },
+      [](const Mapping& mapping, int64_t offset) {
+        return futex_wake(word_at<int32_t>(mapping, offset, Access::read));
+      },
       "mapping"_a, "offset"_a);
   m.def(
       "ring_bell",
@@ -140,7 +142,8 @@ void bind_memory(py::module_& m) {
       .def("close", &Mapping::close)
       .def("dlpack", dlpack_capsule, "offset"_a, "shape"_a, "dtype"_a);
   py::class_<BorrowedTensor>(m, "BorrowedTensor", py::is_final(), py::custom_type_setup(give_buffer<BorrowedExport>))
-      .def_property_readonly("address", [](const BorrowedTensor& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("address",
+                             [](const BorrowedTensor& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("num_bytes", &BorrowedTensor::num_bytes)
       .def_property_readonly("dtype", &BorrowedTensor::dtype)
       .def_property_readonly("shape", [](const BorrowedTensor& self) { return py::tuple(py::cast(self.shape())); })
@@ -158,16 +161,16 @@ struct Region {
   Job job;
 };
 
-std::shared_ptr<Region> make_region(const py::object& source, int64_t source_offset, int64_t source_stride, int64_t rows,
-                                    int64_t row_bytes, const py::object& target, int64_t target_offset,
+std::shared_ptr<Region> make_region(const py::object& source, int64_t source_offset, int64_t source_stride,
+                                    int64_t rows, int64_t row_bytes, const py::object& target, int64_t target_offset,
                                     int64_t target_stride, const std::string& cast, std::optional<Place> read_place,
                                     std::optional<Place> live_place) {
   BufferView from(source, Access::read);
   std::optional<BufferView> to;
   if (!target.is_none()) to.emplace(target, Access::write);
-  const Job job = checked_job(from.bytes(), {source_offset, source_stride},
-                              to ? std::optional<Bytes>(to->bytes()) : std::nullopt, {target_offset, target_stride}, rows,
-                              row_bytes, parse_cast(cast), read_place, live_place);
+  const Job job =
+      checked_job(from.bytes(), {source_offset, source_stride}, to ? std::optional<Bytes>(to->bytes()) : std::nullopt,
+                  {target_offset, target_stride}, rows, row_bytes, parse_cast(cast), read_place, live_place);
   return std::shared_ptr<Region>(new Region{std::move(from), std::move(to), job});
 }
 

@@ -13,10 +13,10 @@ namespace fastdeploy_rl {
 
 namespace {
 
-constexpr size_t kPieceBytes = size_t{1} << 20;         // What a thread takes at a time.
-constexpr size_t kThreadedBytes = size_t{256} << 10;    // Fewer bytes are not worth a thread.
-constexpr size_t kStreamedBytes = size_t{4} << 20;      // More bytes than the inner caches keep.
-constexpr size_t kCastBlockValues = 2048;               // 8 KiB of F32 + 4 KiB of BF16 stay in the nearest cache.
+constexpr size_t kPieceBytes = size_t{1} << 20;       // What a thread takes at a time.
+constexpr size_t kThreadedBytes = size_t{256} << 10;  // Fewer bytes are not worth a thread.
+constexpr size_t kStreamedBytes = size_t{4} << 20;    // More bytes than the inner caches keep.
+constexpr size_t kCastBlockValues = 2048;             // 8 KiB of F32 + 4 KiB of BF16 stay in the nearest cache.
 constexpr uint64_t kWordBytes = 4;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
@@ -36,7 +36,8 @@ size_t extent(size_t rows, size_t row_bytes, size_t stride) {
 void check_rows(const char* what, size_t offset, size_t stride, size_t rows, size_t row_bytes, size_t num_bytes) {
   const std::string name(what);
   if (rows > 1 && stride < row_bytes) {
-    refuse(name + " stride " + std::to_string(stride) + " is less than a row of " + std::to_string(row_bytes) + " bytes");
+    refuse(name + " stride " + std::to_string(stride) + " is less than a row of " + std::to_string(row_bytes) +
+           " bytes");
   }
   if (offset > num_bytes || extent(rows, row_bytes, stride) > num_bytes - offset) {
     refuse(name + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) + " bytes, stride " +
@@ -144,7 +145,7 @@ class Piece {
   void run_row(size_t row, size_t column, size_t count) {
     const uint8_t* source = job_.source + row * job_.source_stride + column;
     if (job_.target == nullptr) {
-      read(source, row, column, count);
+      look(source, row, column, count);
     } else if (job_.cast == Cast::none) {
       copy(source, job_.target + row * job_.target_stride + column, row, column, count);
     } else {
@@ -164,14 +165,23 @@ class Piece {
     sums_.live += placed(copy_sum_run(source, target, count, start, store_), *job_.live, start, count);
   }
 
-  // Without a cast the same bytes have both places; where they fall alike on words, one sum serves both.
+  void look(const uint8_t* source, size_t row, size_t column, size_t count) {
+    if (!job_.read && !job_.live) return;
+    const uint64_t start = position(job_.read ? *job_.read : *job_.live, row, column);
+    place_twice(sum_run(source, count, start), start, source, row, column, count);
+  }
+
   void copy(const uint8_t* source, uint8_t* target, size_t row, size_t column, size_t count) {
     if (!job_.read) return write(source, target, row, column, count);
     const uint64_t start = position(*job_.read, row, column);
-    const uint64_t live_start = job_.live ? position(*job_.live, row, column) : start;
-    const Sums sums = copy_sum_run(source, target, count, start, store_);
-    sums_.read += placed(sums, *job_.read, start, count);
+    place_twice(copy_sum_run(source, target, count, start, store_), start, source, row, column, count);
+  }
+
+  // Without a cast the same bytes have both places; where they fall alike on words, the sums of one serve both.
+  void place_twice(const Sums& sums, uint64_t start, const uint8_t* source, size_t row, size_t column, size_t count) {
+    if (job_.read) sums_.read += placed(sums, *job_.read, start, count);
     if (!job_.live) return;
+    const uint64_t live_start = position(*job_.live, row, column);
     const bool is_alike = start % kWordBytes == live_start % kWordBytes;
     sums_.live += placed(is_alike ? sums : sum_run(source, count, live_start), *job_.live, live_start, count);
   }
@@ -269,14 +279,13 @@ Job checked_job(Bytes source, Rows source_rows, std::optional<Bytes> target, Row
   check_rows("source", source_offset, job.source_stride, job.rows, job.row_bytes, source.num_bytes);
   job.source = source.data + source_offset;
   check_place("read_place", read, job.rows, job.row_bytes);
+  check_place("live_place", live, job.rows, job.target_row_bytes);
   if (!target) {
-    if (live) refuse("live_place needs a target");
     if (cast != Cast::none) refuse("a cast needs a target");
     return job;
   }
   const size_t target_offset = checked_count(target_rows.offset, "target_offset");
   check_rows("target", target_offset, job.target_stride, job.rows, job.target_row_bytes, target->num_bytes);
-  check_place("live_place", live, job.rows, job.target_row_bytes);
   job.target = target->data + target_offset;
   check_overlap(job);
   return job;

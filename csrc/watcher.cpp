@@ -26,10 +26,10 @@ int64_t checked_period_ns(int64_t period_us) {
 
 WordWatcher::WordWatcher(std::shared_ptr<Mapping> word, int64_t word_offset, std::shared_ptr<Mapping> bell,
                          int64_t bell_offset, int64_t period_us)
-    : word_pin_(std::move(word)),
-      bell_pin_(std::move(bell)),
-      word_(reinterpret_cast<int32_t*>((*word_pin_).at(word_offset, 4, 4, Access::read))),
-      bell_(reinterpret_cast<int32_t*>((*bell_pin_).at(bell_offset, 4, 4, Access::write))),
+    : word_pin_(std::in_place, std::move(word)),
+      bell_pin_(std::in_place, std::move(bell)),
+      word_(reinterpret_cast<int32_t*>((**word_pin_).at(word_offset, 4, 4, Access::read))),
+      bell_(reinterpret_cast<int32_t*>((**bell_pin_).at(bell_offset, 4, 4, Access::write))),
       period_ns_(checked_period_ns(period_us)),
       seen_(load(word_)) {  // Seen by the constructor: a store right after it is a change already.
   thread_ = start_quiet_thread([this] { watch(); });
@@ -56,6 +56,8 @@ void WordWatcher::stop() {
     futex_wake(word_);
   } while (futex_wait(&is_done_, 0, monotonic_ns() + kStopRetryNs) != Wake::changed);
   thread_.join();
+  word_pin_.reset();
+  bell_pin_.reset();
 }
 
 }  // namespace fastdeploy_rl

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "mapping.h"
@@ -18,14 +19,14 @@ class WordWatcher {
   WordWatcher(const WordWatcher&) = delete;
   WordWatcher& operator=(const WordWatcher&) = delete;
 
-  // Ends and joins the thread. Needs no interpreter lock.
+  // Ends and joins the thread and lets go of the mappings. Needs no interpreter lock.
   void stop();
 
  private:
   void watch();
 
-  Pin word_pin_;
-  Pin bell_pin_;
+  std::optional<Pin> word_pin_;
+  std::optional<Pin> bell_pin_;
   const int32_t* word_;
   int32_t* bell_;
   int64_t period_ns_;

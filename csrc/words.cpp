@@ -32,7 +32,8 @@ Wake futex_wait(const int32_t* word, int32_t expected, int64_t deadline_ns) {
   until.tv_sec = deadline / kNanosecondsPerSecond;
   until.tv_nsec = deadline % kNanosecondsPerSecond;
   while (load(word) == expected) {
-    // WAIT_BITSET is the form that takes an absolute CLOCK_MONOTONIC time. Not PRIVATE: waiters live in other processes.
+    // WAIT_BITSET is the form that takes an absolute CLOCK_MONOTONIC time. Not PRIVATE: waiters live in other
+    // processes.
     const long rc = syscall(SYS_futex, word, FUTEX_WAIT_BITSET, expected, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
     if (rc == 0 || errno == EAGAIN) continue;
     if (errno == EINTR) return Wake::interrupted;

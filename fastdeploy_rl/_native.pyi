@@ -108,7 +108,7 @@ class WordWatcher:
 
     def __init__(self, word: Mapping, word_offset: int, bell: Mapping, bell_offset: int, period_us: int) -> None: ...
     def stop(self) -> None:
-        """Ends and joins the thread; a second stop does nothing. Also done when collected."""
+        """Ends and joins the thread and lets go of both mappings; a second stop does nothing. Also done when collected."""
 
 # --- copy, cast, checksum -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Place:
 class Region:
     """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an optional cast.
 
-    `source` / `target` are C-contiguous buffers, held until the Region dies; `target=None` only reads (for checksums).
+    `source` / `target` are C-contiguous buffers, held until the Region dies; `target=None` only reads, for checksums at either place.
     `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or "BF16_F32". `target` rows have row_bytes, half or double.
     `read_place` places the source bytes, `live_place` the bytes as written to the target (after the cast); None: not computed.
     Source and target must not overlap.

@@ -296,6 +296,14 @@ def test_columns_of_a_full_tensor_are_copied_row_by_row() -> None:
     )
 
 
+def test_a_slice_of_a_single_row_is_contiguous() -> None:
+    """Its strides are its own width, so that whoever reads them sees one run of bytes."""
+    parameter = one(ParameterSpec("w", "F32", (1, 8), 1), Source("w", values_of((1, 8))), 1, 2)
+    (region,) = parameter.regions
+    assert parameter.alias == AliasSource(0, 16)
+    assert region.source_stride == region.target_stride == region.read_stride == region.row_bytes == 16
+
+
 def test_parts_are_gathered_where_fewer_ranks_than_parts_run() -> None:
     parameter = one(ParameterSpec("w", "F32", (8, 4), 0), split((8, 4), 0, 4), 1, 2)
     assert parameter.why_not_alias == "gathered from 2 published regions"

@@ -87,17 +87,23 @@ def _children() -> set[int]:
 
 
 def _is_of_another_run(name: str) -> bool:
-    """Several runs of the suite share one /dev/shm: what a stranger's live process has mapped is not ours to complain about."""
+    """Several runs of the suite share one /dev/shm: what a stranger's live process has mapped is not our leak."""
+    try:
+        # By inode: a segment may have a second link, and a mapping shows the name it was opened by.
+        inode = str(os.stat(f"/dev/shm/{name}").st_ino)
+    except FileNotFoundError:
+        return True
     mine = _descendants()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        if int(maps.parent.name) in mine:
-            continue
-        try:
-            if f"/dev/shm/{name}" in maps.read_text(errors="replace"):
-                return True
-        except OSError:
-            continue
-    return False
+    others = (maps for maps in Path("/proc").glob("[0-9]*/maps") if int(maps.parent.name) not in mine)
+    return any(inode in _mapped_inodes(maps) for maps in others)
+
+
+def _mapped_inodes(maps: Path) -> set[str]:
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {line.split()[4] for line in lines if "/dev/shm/" in line}
 
 
 def _descendants() -> set[int]:

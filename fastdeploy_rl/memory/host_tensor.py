@@ -62,7 +62,7 @@ def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str | None:
-    return "BF16" if dtype.name == "bfloat16" else _NAMES.get(dtype)
+    return _NAMES.get(dtype) or ("BF16" if dtype.name == "bfloat16" else None)
 
 
 def _borrow_dlpack(tensor: Any, name: str) -> HostTensor:

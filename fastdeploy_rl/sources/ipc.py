@@ -134,7 +134,7 @@ class _ChannelReader:
         except SegmentError as error:
             raise NoPublicationError(f"the memory of this version is gone: {error}; publish again") from error
         if mapped.num_bytes != segment.num_bytes:
-            raise SegmentError(
+            raise ManifestError(
                 f"segment {segment.locator!r} has {mapped.num_bytes} bytes, its manifest says {segment.num_bytes}"
             )
         return mapped

@@ -195,7 +195,7 @@ def test_a_missing_table_says_that_nothing_was_published(tmp_path: Path) -> None
 
 
 class _ReaderAtTheWorstMoment:
-    """Stands in for the native core: after the writer's generation went odd, and before it looks, a reader takes the old one."""
+    """After the writer's generation went odd, and before it looks at the slots, a reader tries to take the old one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, table: LeaseTable, token: int, generation: int) -> None:
         self.outcome = ""

@@ -117,7 +117,8 @@ class Leader:
         outputs = self._refused + self._runner.scheduler.take_outputs()
         self._refused = []
         if outputs:
-            self._connection.send(Tokens([(output.request_id, output.token) for output in outputs]), timeout_s=SEND_TIMEOUT_S)
+            tokens = Tokens([(output.request_id, output.token) for output in outputs])
+            self._connection.send(tokens, timeout_s=SEND_TIMEOUT_S)
 
 
 class Follower:

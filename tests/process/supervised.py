@@ -1,0 +1,49 @@
+"""An engine over fake workers as a process: `python -m tests.process.supervised '<json>'`; says what happens in JSON
+lines."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.engines.embedded.messages import Ready
+from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, serve
+from fastdeploy_rl.errors import FastDeployRLError
+
+
+class LineAnnouncer:
+    def starting(self, config: ServeConfig, model: CheckedModel) -> None:
+        say(event="starting", max_model_len=model.max_model_len)
+
+    def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
+        say(event="ready", weight_bytes=[rank.weight_bytes for rank in ranks])
+
+
+def say(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    config = ServeConfig(
+        model_dir=Path(settings["model_dir"]),
+        num_ranks=settings["num_ranks"],
+        channel=Path(settings["channel"]),
+        port=settings["port"],
+        board_port=settings["board_port"],
+        log_dir=Path(settings["log_dir"]),
+        worker_module="tests.process.fake_worker",
+    )
+    config = dataclasses.replace(config, deadlines=Deadlines(stop_s=settings.get("stop_s", 10.0)))
+    try:
+        serve(config, LineAnnouncer())
+    except FastDeployRLError as error:
+        say(event="error", kind=type(error).__name__, message=str(error))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""The supervisor over fake workers, as real processes: whatever happens, no worker and no segment stays."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.process.tiny_llama import write_tiny_llama
+
+DEADLINE_S = 30.0
+
+
+class Engine:
+    """One `supervised` process and what it said."""
+
+    def __init__(self, settings: dict[str, Any], fault: str) -> None:
+        self.settings = settings
+        self.events: list[dict[str, Any]] = []
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "tests.process.supervised", json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            env=dict(os.environ) | {"FAKE_WORKER": fault},
+        )
+
+    def await_event(self, name: str) -> dict[str, Any]:
+        """Reads on until `name` was said; fails at the end of the output."""
+        while not (self.events and self.events[-1]["event"] == name):
+            line = self._readline()
+            if not line:
+                pytest.fail(f"no {name!r}; it said {self.events} and ended with {self.child.wait(DEADLINE_S)}")
+            self.events.append(json.loads(line))
+        return self.events[-1]
+
+    def _readline(self) -> bytes:
+        assert self.child.stdout is not None
+        if not select.select([self.child.stdout], [], [], DEADLINE_S)[0]:
+            pytest.fail(f"silent for {DEADLINE_S} s after {self.events}")
+        return self.child.stdout.readline()
+
+    def end(self) -> int:
+        code = self.child.wait(DEADLINE_S)
+        assert self.child.stdout is not None
+        self.events += [json.loads(line) for line in self.child.stdout]
+        return code
+
+    def workers(self) -> list[int]:
+        text = Path(f"/proc/{self.child.pid}/task/{self.child.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+    def segments(self) -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if name.endswith(f".{self.settings['board_port']}")]
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+        self.child.wait(DEADLINE_S)
+        if self.child.stdout is not None:
+            self.child.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
+    return {
+        "model_dir": str(model_dir),
+        "num_ranks": 2,
+        "channel": str(tmp_path / "channel"),
+        "port": _free_port(),
+        "board_port": _free_port(),
+        "log_dir": str(tmp_path / "log"),
+    }
+
+
+@contextlib.contextmanager
+def running(settings: dict[str, Any], fault: str = "") -> Iterator[Engine]:
+    engine = Engine(settings, fault)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_interrupt_stops_everything_in_order(settings: dict[str, Any]) -> None:
+    with running(settings) as engine:
+        assert engine.await_event("ready")["weight_bytes"] == [1000, 1001]
+        workers = engine.workers()
+        assert len(workers) == 2
+        assert engine.segments()
+        answer = httpx.get(f"http://127.0.0.1:{settings['port']}/health")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert_gone(engine, workers)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_stop_it_too(settings: dict[str, Any], kind: signal.Signals) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        workers = engine.workers()
+        engine.child.send_signal(kind)
+        assert engine.end() == 0
+        assert_gone(engine, workers)
+
+
+def test_interrupt_while_starting_leaves_nothing(settings: dict[str, Any]) -> None:
+    with running(settings, "hang") as engine:
+        engine.await_event("starting")
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert [event["event"] for event in engine.events] == ["starting"]
+        assert_gone(engine, [])
+
+
+def test_a_killed_worker_ends_the_engine_and_is_named(settings: dict[str, Any]) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        workers = engine.workers()
+        os.kill(workers[1], signal.SIGKILL)
+        assert engine.end() == 1
+        error = engine.events[-1]
+        assert error["kind"] == "PeerLostError"
+        assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in error["message"]
+        assert_gone(engine, workers)
+
+
+def test_a_worker_that_cannot_start_gives_its_reason_and_exit_code(settings: dict[str, Any]) -> None:
+    with running(settings, "fail") as engine:
+        assert engine.end() == 2
+        error = engine.events[-1]
+        assert (error["kind"], error["message"]) == ("CheckpointError", "rank 1: model.safetensors: truncated")
+        assert_gone(engine, [])
+
+
+def test_a_worker_that_ends_without_a_word_is_told_by_its_log(settings: dict[str, Any]) -> None:
+    with running(settings, "die") as engine:
+        assert engine.end() == 1
+        message = engine.events[-1]["message"]
+        assert "rank 1" in message
+        assert "ended with exit code 7: about to die; see " in message
+        assert_gone(engine, [])
+
+
+def test_a_stubborn_worker_is_killed_in_the_end(settings: dict[str, Any]) -> None:
+    with running(settings | {"stop_s": 0.2}, "stubborn") as engine:
+        engine.await_event("ready")
+        workers = engine.workers()
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert_gone(engine, workers)
+
+
+def test_workers_die_with_a_killed_supervisor_and_the_next_engine_reclaims_what_it_left(
+    settings: dict[str, Any],
+) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        workers = [os.pidfd_open(pid) for pid in engine.workers()]
+        engine.child.kill()
+        for worker in workers:
+            assert select.select([worker], [], [], DEADLINE_S)[0]
+            os.close(worker)
+        assert engine.segments()
+    with running(settings) as engine:
+        engine.await_event("ready")
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert_gone(engine, [])
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        running(settings | {"port": taken.getsockname()[1]}) as engine,
+    ):
+        assert engine.end() == 2
+        (error,) = engine.events
+        assert "cannot listen on 127.0.0.1 port" in error["message"]
+        assert_gone(engine, [])
+
+
+def test_a_second_engine_at_the_same_board_port_leaves_the_first_alone(settings: dict[str, Any]) -> None:
+    with running(settings) as first:
+        first.await_event("ready")
+        before = first.segments()
+        with running(settings | {"port": _free_port(), "log_dir": settings["log_dir"] + "2"}) as second:
+            assert second.end() == 2
+            assert "belongs to a live engine" in second.events[-1]["message"]
+        assert first.segments() == before
+        assert first.child.poll() is None
+        first.child.send_signal(signal.SIGINT)
+        assert first.end() == 0
+        assert_gone(first, [])
+
+
+def test_a_model_that_does_not_split_is_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+    with running(settings | {"num_ranks": 3}) as engine:
+        assert engine.end() == 2
+        assert "does not split over 3 ranks" in engine.events[-1]["message"]
+        assert_gone(engine, [])
+
+
+def test_no_such_model_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with running(settings | {"model_dir": str(tmp_path / "nowhere")}) as engine:
+        assert engine.end() == 2
+        assert "nowhere" in engine.events[-1]["message"]
+
+
+def assert_gone(engine: Engine, workers: list[int]) -> None:
+    assert engine.segments() == []
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -29,7 +29,7 @@ class MemoryKey(NamedTuple):
 class HostTensor:
     """Borrowed, C-contiguous; `buffer` is flat bytes and keeps the tensor's memory alive until dropped."""
 
-    buffer: _native.BorrowedTensor | np.ndarray[Any, Any]
+    buffer: _native.BorrowedTensor | memoryview
     dtype: str
     shape: tuple[int, ...]
     key: MemoryKey
@@ -58,7 +58,7 @@ def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
         )
     flat = array.reshape(-1).view(np.uint8)
     key = MemoryKey(array.ctypes.data if array.nbytes else 0, array.nbytes)
-    return HostTensor(flat, dtype, tuple(array.shape), key)
+    return HostTensor(flat.data, dtype, tuple(array.shape), key)
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str | None:

@@ -44,7 +44,7 @@ class TensorView:
         closed while the array lives."""
         # Through frombuffer: it holds a buffer export, which `np.ndarray(buffer=)` gives back at once, so that a later
         # `close()` of the mapping would pull the memory from under the array.
-        flat = np.frombuffer(self.mapping, dtype=np.uint8)
+        flat: npt.NDArray[np.uint8] = np.frombuffer(memoryview(self.mapping), dtype=np.uint8)
         return flat[self.offset : self.offset + self.num_bytes].view(numpy_dtype(self.dtype)).reshape(self.shape)
 
     def same_place(self, other: "TensorView") -> bool:

@@ -1,6 +1,7 @@
 """`serve`: runs the embedded engine until it is interrupted."""
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +72,11 @@ def add_parser(verbs: Verbs) -> None:
         "--max-model-len", type=positive, default=None, metavar="N", help="tokens of prompt and completion together"
     )
     parser.add_argument(
-        "--log-dir", type=Path, default=Path("log"), metavar="DIR", help="for workerlog.RANK (default ./log)"
+        "--log-dir",
+        type=Path,
+        default=Path("log"),
+        metavar="DIR",
+        help="for serverlog and workerlog.RANK (default ./log)",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -98,8 +103,21 @@ def run(options: argparse.Namespace) -> int:
         max_model_len=options.max_model_len,
         log_dir=options.log_dir,
     )
+    _log_to_file(config.log_dir)
     serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer())
     return 0
+
+
+def _log_to_file(log_dir: Path) -> None:
+    """The terminal is for the operator: what the server logs stands beside the workers' logs."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        filename=log_dir / "serverlog",
+        filemode="w",
+        format="ts=%(asctime)s.%(msecs)03d level=%(levelname)s logger=%(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
 
 
 class _TextAnnouncer:
@@ -115,7 +133,7 @@ class _TextAnnouncer:
             http=f"http://{config.host}:{config.port}",
             engine_worker_queue_port=config.board_port,
             requests=f"{config.max_num_seqs} at once, {model.max_model_len} tokens each",
-            logs=config.log_dir / "workerlog.*",
+            logs=f"{config.log_dir}/serverlog, workerlog.RANK",
         )
         print("starting", flush=True)
 

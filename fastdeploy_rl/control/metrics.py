@@ -68,7 +68,7 @@ class EngineMetrics:
     def render(self, status: EngineStatus) -> bytes:
         """The page in Prometheus' text format, with `status` as the present."""
         self._weights.clear()
-        if status.version:
+        if status.version and status.is_serving:
             self._weights.labels(status.version, status.content_digest).set(1)
         for state in _ADMISSIONS:
             self._admission.labels(state).set(state == status.admission)

@@ -150,6 +150,7 @@ def _load(runner: "EmbeddedRunner", manager: "DynamicWeightManager") -> int:
     from fastdeploy_rl.manager import InitialWeights
 
     views = runner.load()
+    runner.bind(views)
     manager.start(InitialWeights(COLD_VERSION, views))
     return sum(view.num_bytes for view in views.values())
 

@@ -10,7 +10,8 @@ enum class Wake { changed, timed_out, interrupted };
 
 int64_t monotonic_ns();
 
-// Sleeps while *word == expected. `changed` only when the word was seen to differ; `interrupted` after a signal.
+// Sleeps while *word == expected. `changed` only when the word was seen to differ. `interrupted` after a signal, and
+// every 100 ms: one that came just before the sleep would otherwise be noticed at the deadline only.
 Wake futex_wait(const int32_t* word, int32_t expected, int64_t deadline_ns);
 
 // Wakes all waiters of the word in all processes; returns how many.

@@ -25,15 +25,15 @@
          |- ChannelBusyError        another live publisher owns the channel
          `- EngineNotFoundError     no engine at that address
 
-A message says what, which rank / version / step, the state now, and what to do next. Each class has a wire name (its own
-name), so that an error raised in one process arrives in another as the same class.
-"""
+A message says what, which rank / version / step, the state now, and what to do next. Each class has a wire name (its
+own name), so that an error raised in one process arrives in another as the same class."""
 
 from typing import ClassVar
 
 
 class FastDeployRLError(Exception):
-    """Root of the tree. `http_status` is what the control plane answers; `exit_code` is what the command line returns."""
+    """Root of the tree. `http_status` is what the control plane answers; `exit_code` is what the command line
+    returns."""
 
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1

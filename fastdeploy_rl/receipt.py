@@ -1,9 +1,9 @@
 """The law of receipts: what proves, after a commit, which bytes each rank read and which are live.
 
-Per tensor and rank two checksums: `read`, the contribution of the source bytes that this rank consumed and counts (zero where another rank counts
-them), and `live`, the checksum of the parameter as it is bound. Summed over ranks the reads must give the manifest's
-checksum; a receipt's content digest is computed from these sums, never copied. Knows nothing of memory, ranks' processes or boards.
-"""
+Per tensor and rank two checksums: `read`, the contribution of the source bytes that this rank consumed and counts
+(zero where another rank counts them), and `live`, the checksum of the parameter as it is bound. Summed over ranks the
+reads must give the manifest's checksum; a receipt's content digest is computed from these sums, never copied. Knows
+nothing of memory, ranks' processes or boards."""
 
 import functools
 

@@ -1,15 +1,14 @@
 """One mapped board: typed reads and writes of its records and words, and waiting for them to change.
 
-Owns sequence locks, bells and the life of the segments. Refuses to know what a command does. Invariant: each record has one writer process; whoever
-stores something that others may wait for rings the bell afterwards.
-"""
+Owns sequence locks, bells and the life of the segments. Refuses to know what a command does. Invariant: each record
+has one writer process; whoever stores something that others may wait for rings the bell afterwards."""
 
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -53,11 +52,12 @@ class Board:
         self._lock = lock
         self._writing = threading.Lock()
 
-    # --- life -----------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, port: int, *, num_ranks: int) -> "Board":
-        """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is reclaimed.
+        """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is
+        reclaimed.
 
         ConfigurationError when a live engine has the port; then nothing of it was touched."""
         if not 0 < num_ranks <= layout.MAX_RANKS:
@@ -83,7 +83,9 @@ class Board:
         try:
             segment = SharedSegment.attach(board_name(port), writable=True)
         except SegmentError as error:
-            raise EngineNotFoundError(f"no engine at port {port}: {error}; start one with `fastdeploy-rl serve`") from error
+            raise EngineNotFoundError(
+                f"no engine at port {port}: {error}; start one with `fastdeploy-rl serve`"
+            ) from error
         try:
             _check_header(segment.mapping, port)
             return cls(port, segment, None)
@@ -111,10 +113,11 @@ class Board:
             remove_leftovers(self.port)
             self._lock.release()
 
-    # --- records ----------------------------------------------------------------------------------------------------------
+    # --- records -----------------------------------------------------------------------------------
 
     def read(self, record: type[_Record], offset: int) -> _Record:
-        """A consistent copy of a sequence-locked record. DeadlineExceededError where its writer stays inside a write."""
+        """A consistent copy of a sequence-locked record. DeadlineExceededError where its writer stays inside a
+        write."""
         size = layout.record_bytes(record)
         deadline_ns = time.monotonic_ns() + _READ_DEADLINE_NS
         for attempt in _attempts(deadline_ns):
@@ -123,15 +126,19 @@ class Board:
                 with memoryview(self.mapping) as view:
                     data = bytes(view[offset + 8 : offset + 8 + size])
                 if _native.load_u64(self.mapping, offset) == before:
-                    return record(*layout.unpack(record, data))
+                    return layout.unpack(record, data)
             if attempt > _SPINS_BEFORE_YIELD:
                 os.sched_yield()
-        raise DeadlineExceededError(f"port {self.port}: {record.__name__} at {offset:#x}: its writer died or stands still inside a write")
+        raise DeadlineExceededError(
+            f"port {self.port}: {record.__name__} at {offset:#x}: its writer died or stands still inside a write"
+        )
 
     def write(self, record: NamedTuple, offset: int) -> None:
         """Stores a sequence-locked record and rings the bell. Only the record's one writer process may call this."""
         with self._writing:
-            counter = _native.load_u64(self.mapping, offset) | 1  # an odd counter was left by a dead writer: this write mends it
+            counter = (
+                _native.load_u64(self.mapping, offset) | 1
+            )  # an odd counter was left by a dead writer: this write mends it
             _native.store_u64(self.mapping, offset, counter)
             self._store_bytes(record, offset + 8)
             _native.store_u64(self.mapping, offset, counter + 1)
@@ -140,7 +147,7 @@ class Board:
     def read_plain(self, record: type[_Record], offset: int) -> _Record:
         """A record that is handed over by a state word, so that nobody writes it meanwhile."""
         with memoryview(self.mapping) as view:
-            return record(*layout.unpack(record, bytes(view[offset : offset + layout.record_bytes(record)])))
+            return layout.unpack(record, bytes(view[offset : offset + layout.record_bytes(record)]))
 
     def write_plain(self, record: NamedTuple, offset: int) -> None:
         self._store_bytes(record, offset)
@@ -150,7 +157,7 @@ class Board:
         with memoryview(self.mapping) as view:
             view[offset : offset + len(data)] = data
 
-    # --- words, bells, waiting ----------------------------------------------------------------------------------------------
+    # --- words, bells, waiting ---------------------------------------------------------------------
 
     def load(self, offset: int) -> int:
         return _native.load_u64(self.mapping, offset)
@@ -191,7 +198,7 @@ class Board:
                 return False
             _native.futex_wait_i32(self.mapping, layout.BELL_OFFSET, heard, min(deadline_ns, now + _LOOK_AGAIN_NS))
 
-    # --- what an onlooker sees ------------------------------------------------------------------------------------------------
+    # --- what an onlooker sees ---------------------------------------------------------------------
 
     def read_rank(self, rank: int) -> layout.RankRecord:
         return self.read(layout.RankRecord, layout.rank_offset(rank))
@@ -226,7 +233,7 @@ def _rank_status(rank: int, record: layout.RankRecord, now_ns: int) -> RankStatu
     )
 
 
-def _attempts(deadline_ns: int):  # type: ignore[no-untyped-def]
+def _attempts(deadline_ns: int) -> Iterator[int]:
     attempt = 0
     while attempt <= _SPINS_BEFORE_YIELD or time.monotonic_ns() < deadline_ns:
         yield attempt
@@ -271,10 +278,16 @@ def _write_header(mapping: _native.Mapping, port: int, num_ranks: int, run_dir: 
 
 def _check_header(mapping: _native.Mapping, port: int) -> None:
     if mapping.num_bytes < layout.board_bytes(1) or _native.load_u64(mapping, layout.MAGIC_OFFSET) != layout.MAGIC:
-        raise EngineNotFoundError(f"port {port}: {board_name(port)} is no board, or its engine is just starting; try again")
+        raise EngineNotFoundError(
+            f"port {port}: {board_name(port)} is no board, or its engine is just starting; try again"
+        )
     abi = _native.load_u64(mapping, layout.ABI_OFFSET)
     num_ranks = _native.load_u64(mapping, layout.NUM_RANKS_OFFSET)
     if abi != layout.ABI or mapping.num_bytes < layout.board_bytes(num_ranks):
-        raise EngineNotFoundError(f"port {port}: board abi {abi} (expected {layout.ABI}) of {num_ranks} ranks in {mapping.num_bytes} bytes")
+        raise EngineNotFoundError(
+            f"port {port}: board abi {abi} (expected {layout.ABI}) of {num_ranks} ranks in {mapping.num_bytes} bytes"
+        )
     if not is_alive(owner_lock_path(port)):
-        raise EngineNotFoundError(f"port {port}: the engine that made this board is dead; start one with `fastdeploy-rl serve`")
+        raise EngineNotFoundError(
+            f"port {port}: the engine that made this board is dead; start one with `fastdeploy-rl serve`"
+        )

@@ -1,18 +1,19 @@
 """The bytes of the board `fastdeploy_rl_board.{port}`: offsets, records and words. Nothing here touches memory.
 
-    0x0000  header        constants and words: magic, abi, num_ranks, nonce, port, the two bells, the ticket counter, run directory
+    0x0000  header        magic, abi, num_ranks, nonce, port, the two bells, the ticket counter, run directory
     0x1000  status        one sequence-locked record, written by rank 0 alone: what the engine is doing and serving
     0x2000  command       one sequence-locked record, written by rank 0 alone, and the two decision words
-    0x3000  requests      16 slots of 0x1000 bytes: a state word that clients claim by compare-and-swap, a request, an outcome
+    0x3000  requests      16 slots of 0x1000 bytes: a state word claimed by compare-and-swap, a request, an outcome
     0x13000 ranks         one sequence-locked record of 0x1000 bytes for each rank, written by that rank alone
 
-Little-endian. A sequence-locked record is a u64 counter (odd while its writer writes) and the fields behind it. Text is UTF-8, cut to its field, NUL-padded.
-The native core offers words and futexes only and knows none of this, so this file is the one place that does.
-"""
+Little-endian. A sequence-locked record is a u64 counter (odd while its writer writes) and the fields behind it. Text
+is UTF-8, cut to its field, NUL-padded. The native core offers words and futexes only and knows none of this, so this
+file is the one place that does."""
 
 import enum
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
 ABI = 1
@@ -122,7 +123,7 @@ class CommandRecord(NamedTuple):
     epoch: int
     step: int
     deadline_ns: int
-    file_digest: str
+    content_digest: str
 
 
 class RequestRecord(NamedTuple):
@@ -177,7 +178,12 @@ def _cut(text: str, limit: int = 2048) -> bytes:
     return text.encode("utf-8", "replace")[:limit]
 
 
-def unpack(record: type, data: bytes) -> list[int | str]:
-    """The fields of `record`, in order. A character cut in half by the field's end is dropped."""
+Record = TypeVar("Record", bound=NamedTuple)
+
+
+def unpack(record: type[Record], data: bytes) -> Record:
+    """The record that `data` holds. A character cut in half by the field's end is dropped."""
     values = _STRUCTS[record].unpack(data)
-    return [value.rstrip(b"\0").decode("utf-8", "ignore") if isinstance(value, bytes) else value for value in values]
+    texts = (value.rstrip(b"\0").decode("utf-8", "ignore") if isinstance(value, bytes) else value for value in values)
+    make: Callable[..., Record] = record
+    return make(*texts)

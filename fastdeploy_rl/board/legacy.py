@@ -1,9 +1,10 @@
-"""FastDeploy's status words: one int32 each in POSIX shared memory, named `{word}.{port}`, byte-compatible with its IPCSignal.
+"""FastDeploy's status words: one int32 each in POSIX shared memory, named `{word}.{port}`, byte-compatible with its
+IPCSignal.
 
-Owns their names, their second hard links and the way a foreign process asks for an update (store 1, poll for 0). Refuses to know what
-a value means to the engine: that is lifecycle.py. A foreign Python process that attaches and exits unlinks the name through its resource tracker, so
-the keeper restores a vanished name from the second link; a name that leads to another inode was recreated and is followed.
-"""
+Owns their names, their second hard links and the way a foreign process asks for an update (store 1, poll for 0).
+Refuses to know what a value means to the engine: that is lifecycle.py. A foreign Python process that attaches and
+exits unlinks the name through its resource tracker, so the keeper restores a vanished name from the second link; a
+name that leads to another inode was recreated and is followed."""
 
 import contextlib
 import os
@@ -31,7 +32,8 @@ def _link_name(word: str, port: int) -> str:
 
 
 def create_words(port: int) -> None:
-    """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed first."""
+    """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed
+    first."""
     unlink_words(port)
     for word in WORDS:
         SharedSegment.create(word_name(word, port), WORD_BYTES).close()
@@ -114,8 +116,8 @@ def _attach(word: str, port: int) -> SharedSegment:
 class LegacySignal:
     """The plain legacy way, for a trainer: write the signal, poll for the answer. Needs no board.
 
-    The word can only say that the engine is back where it was, not why: after a rejected update it reads as before. `EngineController` tells the reason.
-    """
+    The word can only say that the engine is back where it was, not why: after a rejected update it reads as before.
+    `EngineController` tells the reason."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -133,7 +135,8 @@ class LegacySignal:
             self._word = None
 
     def request_update(self, deadline_s: float) -> None:
-        """Writes 1 and waits until the word reads 0. DeadlineExceededError; UpdateRejectedError when a cleared engine stays cleared."""
+        """Writes 1 and waits until the word reads 0. DeadlineExceededError; UpdateRejectedError when a cleared engine
+        stays cleared."""
         self._request(LegacyStatus.UPDATING, LegacyStatus.NORMAL, deadline_s)
 
     def request_clear(self, deadline_s: float) -> None:
@@ -148,7 +151,10 @@ class LegacySignal:
         while (value := self._word.load()) == command:
             if not self._word.wait_change(value, deadline_ns):
                 raise DeadlineExceededError(
-                    f"port {self._port}: {command.name} was not answered within {deadline_s} s; the engine may still carry it out"
+                    f"port {self._port}: {command.name} was not answered within {deadline_s} s; "
+                    "the engine may still carry it out"
                 )
         if value != wanted:
-            raise UpdateRejectedError(f"port {self._port}: after {command.name} the word reads {value}, not {int(wanted)}")
+            raise UpdateRejectedError(
+                f"port {self._port}: after {command.name} the word reads {value}, not {int(wanted)}"
+            )

@@ -1,11 +1,12 @@
 """Where the ranks of an engine meet: commands, ballots and decisions that are taken once.
 
-Each command has two decisions, `install` and `commit`. A decision word leaves OPEN exactly once, by compare-and-swap: rank 0 proposes YES when every rank
-voted for it, anyone whose deadline ran out proposes NO, and all follow what they then read. Knows nothing of weights. `BoardRendezvous` meets on the board of one host.
-"""
+Each command has two decisions, `install` and `commit`. A decision word leaves OPEN exactly once, by compare-and-swap:
+rank 0 proposes YES when every rank voted for it, anyone whose deadline ran out proposes NO, and all follow what they
+then read. Knows nothing of weights. `BoardRendezvous` meets on the board of one host."""
 
 import enum
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,7 +28,8 @@ _OFFSETS = {Question.INSTALL: layout.INSTALL_DECISION_OFFSET, Question.COMMIT: l
 
 
 class Rendezvous(Protocol):
-    """Seam between the ranks of an engine and the place they meet at. All deadlines are absolute CLOCK_MONOTONIC nanoseconds."""
+    """Seam between the ranks of an engine and the place they meet at. All deadlines are absolute CLOCK_MONOTONIC
+    nanoseconds."""
 
     rank: int
     num_ranks: int
@@ -77,11 +79,12 @@ class BoardRendezvous:
         self.rank = rank
         self.num_ranks = board.num_ranks
         self._board = board
+        self._publishing = threading.Lock()
         self._own = RankRecord(
             pid=os.getpid(), command=0, ballot=Ballot.NONE, heartbeat_ns=0, phase="", version="", error="", reason=""
         )
 
-    # --- commands ----------------------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------
 
     def announce(self, command: CommandRecord) -> None:
         for offset in _OFFSETS.values():
@@ -96,7 +99,7 @@ class BoardRendezvous:
             return self.current()
         return None
 
-    # --- votes -------------------------------------------------------------------------------------------------------------
+    # --- votes -------------------------------------------------------------------------------------
 
     def vote(self, command: int, ballot: Ballot, *, phase: str = "", error: str = "", reason: str = "") -> None:
         self._publish(command=command, ballot=ballot, phase=phase, error=error, reason=reason)
@@ -107,25 +110,31 @@ class BoardRendezvous:
         self._publish(**{field: value for field, value in shown.items() if value is not None})
 
     def _publish(self, **changed: object) -> None:
-        self._own = self._own._replace(heartbeat_ns=time.monotonic_ns(), **changed)  # type: ignore[arg-type]
-        self._board.write(self._own, layout.rank_offset(self.rank))
+        with self._publishing:
+            self._own = self._own._replace(heartbeat_ns=time.monotonic_ns(), **changed)  # type: ignore[arg-type]
+            self._board.write(self._own, layout.rank_offset(self.rank))
 
     def await_votes(self, command: int, wanted: Ballot, deadline_ns: int) -> list[RankRecord]:
         if not self._board.wait_until(lambda: _is_settled(self._records(), command, wanted), deadline_ns):
             silent = [rank for rank, record in enumerate(self._records()) if not _has_reached(record, command, wanted)]
-            raise DeadlineExceededError(f"command {command}: ranks {silent} did not reach {wanted.name} before the deadline")
+            raise DeadlineExceededError(
+                f"command {command}: ranks {silent} did not reach {wanted.name} before the deadline"
+            )
         return self._records()
 
     def await_ranks(self, is_ready: Callable[[RankRecord], bool], what: str, deadline_ns: int) -> None:
-        """Blocks until `is_ready` holds for every rank's record. DeadlineExceededError names `what` and the missing ranks."""
+        """Blocks until `is_ready` holds for every rank's record. DeadlineExceededError names `what` and the missing
+        ranks."""
         if not self._board.wait_until(lambda: all(map(is_ready, self._records())), deadline_ns):
             missing = [rank for rank, record in enumerate(self._records()) if not is_ready(record)]
-            raise DeadlineExceededError(f"{what}: ranks {missing} were missing when the deadline passed; see their logs")
+            raise DeadlineExceededError(
+                f"{what}: ranks {missing} were missing when the deadline passed; see their logs"
+            )
 
     def _records(self) -> list[RankRecord]:
         return [self._board.read_rank(rank) for rank in range(self.num_ranks)]
 
-    # --- decisions -----------------------------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------
 
     def decide_once(self, question: Question, command: int, proposal: Decision) -> Decision:
         self._board.exchange(

@@ -1,0 +1,130 @@
+"""A ModelRunner whose model is a handful of numpy arrays and whose forward pass is a hash of their bytes.
+
+Starts in a fraction of a second, so that matrices of faults and ranks run on it in full. Its `token` depends on every byte of every parameter, so two versions of the weights
+never answer alike. Owns its parameter memory only until an update rebinds it.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdeploy_rl._native import Mapping as MemoryMapping
+from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.dtypes import itemsize, numpy_dtype
+from fastdeploy_rl.errors import NotServingError
+from fastdeploy_rl.memory.tensor_view import TensorView
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class NumpyModel:
+    """Shapes of a model, the same on every rank."""
+
+    specs: tuple[ParameterSpec, ...]
+
+    def local_shape(self, spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
+        return tuple(n // num_ranks if axis == spec.shard_axis else n for axis, n in enumerate(spec.shape))
+
+
+class NumpyRunner:
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called in which order stands in `calls`."""
+
+    def __init__(self, model: NumpyModel, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.calls: list[str] = []
+        self.version = ""
+        self._model = model
+        self._bound: dict[str, TensorView] = {}
+        self._kv_digest: str | None = None
+
+    def load(self, seed: int) -> dict[str, TensorView]:
+        """A cold start: this rank's slices of the weights that `random_weights` gives for `seed`, in memory of its own."""
+        tensors = random_weights(self._model, seed)
+        views: dict[str, TensorView] = {}
+        slices = {spec.name: self._slice(spec, tensors[spec.name]) for spec in self._updated()}
+        memory = MemoryMapping.private(max(_packed_bytes(slices), _ALIGNMENT))
+        offset = 0
+        for spec in self._updated():
+            view = TensorView(memory, offset, spec.dtype, slices[spec.name].shape)
+            view.numpy()[...] = slices[spec.name]
+            views[spec.name] = view
+            offset += -(-view.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.bind(views)
+        return views
+
+    def _updated(self) -> list[ParameterSpec]:
+        return [spec for spec in self._model.specs if spec.coverage is Coverage.UPDATED]
+
+    def _slice(self, spec: ParameterSpec, tensor: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        if spec.shard_axis is None:
+            return tensor
+        return np.split(tensor, self.num_ranks, axis=spec.shard_axis)[self.rank]
+
+    def token(self) -> int:
+        """The toy forward pass: one number out of every byte that is bound."""
+        if not self._bound or self._kv_digest is None:
+            raise NotServingError("no weights or no KV cache")
+        value = 0
+        for name in sorted(self._bound):
+            value = zlib.crc32(np.ascontiguousarray(self._bound[name].numpy()).tobytes(), value)
+        return value
+
+    # --- ModelRunner ---
+
+    def parameters(self) -> Sequence[ParameterSpec]:
+        return self._model.specs
+
+    def bound(self) -> Mapping[str, TensorView]:
+        return dict(self._bound)
+
+    def bind(self, views: Mapping[str, TensorView]) -> None:
+        self.calls.append("bind")
+        self._bound = dict(views)
+
+    def unbind(self) -> None:
+        self.calls.append("unbind")
+        self._bound = {}
+
+    def drain(self, deadline_ns: int) -> None:
+        self.calls.append("drain")
+
+    def abort_requests(self, reason: str) -> None:
+        self.calls.append(f"abort {reason}")
+
+    def drop_kv_cache(self) -> None:
+        self.calls.append("drop_kv_cache")
+        self._kv_digest = None
+
+    def rebuild_kv_cache(self, content_digest: str) -> None:
+        self.calls.append("rebuild_kv_cache")
+        self._kv_digest = content_digest
+
+    def recapture_graphs(self) -> None:
+        self.calls.append("recapture_graphs")
+
+    def set_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+        self.version = version
+
+
+def random_weights(model: NumpyModel, seed: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    """Full tensors of one version: every byte random, in the model's dtypes (BF16 as uint16). Tied names are left out."""
+    generator = np.random.default_rng(seed)
+    weights = {}
+    for spec in model.specs:
+        if spec.coverage is Coverage.UPDATED:
+            num_bytes = int(np.prod(spec.shape, dtype=np.int64)) * itemsize(spec.dtype)
+            weights[spec.name] = _of_dtype(generator.bytes(num_bytes), spec)
+    return weights
+
+
+def _of_dtype(data: bytes, spec: ParameterSpec) -> np.ndarray:  # type: ignore[type-arg]
+    return np.frombuffer(data, numpy_dtype(spec.dtype)).reshape(spec.shape).copy()
+
+
+def _packed_bytes(arrays: Mapping[str, np.ndarray]) -> int:  # type: ignore[type-arg]
+    return sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())

@@ -1,0 +1,146 @@
+"""One rank of a numpy engine as a process of its own: the smallest loop around a DynamicWeightManager.
+
+    python -m fastdeploy_rl.engines.numpy.worker '{"port": 8190, "rank": 0, ...}'
+
+Rank 0 leads: it tells each command's number to the others through the tensor-parallel collectives, as an engine does with its steps. Commands for tests come as JSON lines on standard
+input, answers go to standard output; end of input is the order to stop.
+"""
+
+import json
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.collectives.shm import ShmCollectives
+from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
+from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
+from fastdeploy_rl.sources import registry
+from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.version import WeightVersion
+
+_IDLE_S = 0.2
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`specs`: (name, dtype, shape, shard_axis, tied_to). `seed` < 0: start without weights."""
+
+    port: int
+    rank: int
+    num_ranks: int
+    channel: str
+    collectives: str
+    specs: list[tuple[str, str, list[int], int | None, str | None]]
+    seed: int = 0
+    apply_mode: str = "auto"
+    load_strategy: str = "ipc"
+    update_s: float = 5.0
+
+
+def model_of(config: WorkerConfig) -> NumpyModel:
+    return NumpyModel(
+        tuple(
+            ParameterSpec(name, dtype, tuple(shape), axis, Coverage.TIED if tied_to else Coverage.UPDATED, tied_to)
+            for name, dtype, shape, axis, tied_to in config.specs
+        )
+    )
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._board = Board.attach(config.port)
+        self._group = ShmCollectives(
+            config.collectives, config.rank, config.num_ranks, create=False, slot_bytes=1 << 16, timeout_s=60.0
+        )
+        self.runner = NumpyRunner(model_of(config), config.rank, config.num_ranks)
+        self._manager = DynamicWeightManager(
+            runner=self.runner,
+            board=self._board,
+            rank=config.rank,
+            source=registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel))),
+            config=ManagerConfig(
+                load_strategy=config.load_strategy,
+                apply_mode=config.apply_mode,
+                deadlines=Deadlines(update_s=config.update_s, attach_s=20.0),
+            ),
+        )
+
+    def start(self) -> None:
+        initial = None
+        if self._config.seed >= 0:
+            initial = InitialWeights(WeightVersion(0, 0), self.runner.load(self._config.seed))
+        self._manager.start(initial)
+
+    def loop(self) -> None:
+        """Until standard input ends on rank 0, which tells the others."""
+        is_open = True
+        while is_open:
+            number = self._manager.poll() if self._config.rank == 0 else 0
+            if self._config.rank == 0 and number == 0:
+                is_open = self._serve_input(self._manager.wake_fd)
+                number = self._manager.poll()
+            is_open, number = self._share(is_open, number)
+            if number:
+                self._manager.run(number)
+            if self._config.rank != 0:
+                self._serve_input(-1)
+
+    def _share(self, is_open: bool, number: int) -> tuple[bool, int]:
+        told = msgspec.msgpack.encode((is_open, number)) if self._config.rank == 0 else None
+        answer: tuple[bool, int] = msgspec.msgpack.decode(
+            self._group.broadcast_bytes(told, 0, timeout_s=60.0), type=tuple[bool, int]
+        )
+        return answer
+
+    def _serve_input(self, wake_fd: int) -> bool:
+        """Answers one line if there is one; rank 0 waits for it, or for its manager, a little while."""
+        watched = [sys.stdin.fileno()] + ([wake_fd] if wake_fd >= 0 else [])
+        if sys.stdin.fileno() not in select.select(watched, [], [], _IDLE_S if wake_fd >= 0 else 0)[0]:
+            return True
+        line = sys.stdin.readline()
+        if not line:
+            return False
+        print(json.dumps(self._answer(line.strip())), flush=True)
+        return True
+
+    def _answer(self, question: str) -> Any:
+        if question == "token":
+            return self.runner.token() if self._manager.is_serving else None
+        if question == "calls":
+            return self.runner.calls
+        if question == "dump":
+            return {name: view.numpy().tobytes().hex() for name, view in self.runner.bound().items()}
+        if question.startswith("address "):
+            view = self.runner.bound()[question.removeprefix("address ")]
+            return view.mapping.address + view.offset
+        return {"error": f"unknown question {question!r}"}
+
+    def close(self) -> None:
+        self._manager.close()
+        self._group.close()
+        self._board.close()
+
+
+def main() -> int:
+    worker = Worker(msgspec.json.decode(sys.argv[1], type=WorkerConfig))
+    try:
+        worker.start()
+        print(json.dumps("ready"), flush=True)
+        worker.loop()
+        worker.close()
+    except FastDeployRLError as error:
+        print(f"worker {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""DynamicWeightManager: keeps one tensor-parallel rank of an engine on complete, verified weights.
+
+One in each worker process. Its own thread follows the commands of the board and stages them while the engine serves;
+the engine's loop gives it the decode boundary at which all ranks swap. Rank 0 also runs the coordinator. Refuses to
+know models, requests and HTTP. Invariant: after `run`, the runner is bound to one complete version or to none.
+
+In the engine's loop:
+
+    rank 0:       number = manager.poll()            # never blocks
+                  tell `number` to every rank with the next step
+    every rank:   if number: manager.run(number)     # the stalled part: drain .. commit
+"""
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
+from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError
+from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.report import CommandKind, RankReport
+from fastdeploy_rl.runner import ModelRunner
+from fastdeploy_rl.sources.base import WeightSource
+from fastdeploy_rl.update.cold_start import cold_weights, specs_digest
+from fastdeploy_rl.update.coordinator import Coordinator
+from fastdeploy_rl.update.engine_state import EngineState
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.update.steps import ALIAS, APPLY_MODES, AUTO, RankUpdate, UpdateStep
+from fastdeploy_rl.update.transaction import (
+    ClearCommand,
+    RankCommand,
+    RankState,
+    RecomputeCommand,
+    UpdateCommand,
+    as_step_failure,
+    rank_receipt,
+)
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT_NS = 1_000_000_000
+_HANDOVER_GRACE_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """`apply_mode`: "alias" rebinds parameters to published memory, "copy" fills their own; "auto" is alias where the
+    source's memory can be aliased. `num_copy_threads`: threads of one rank's copies and checksums."""
+
+    load_strategy: str
+    apply_mode: str = AUTO
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    num_copy_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.apply_mode not in APPLY_MODES:
+            raise ConfigurationError(f"apply mode must be one of {', '.join(APPLY_MODES)}, got {self.apply_mode!r}")
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a cold start loaded: this rank's slices, complete."""
+
+    version: WeightVersion
+    views: Mapping[str, TensorView]
+
+
+@dataclass(frozen=True)
+class _Handover:
+    """A command that all ranks decided to install, from the manager's thread to the engine's loop."""
+
+    record: CommandRecord
+    command: RankCommand
+
+
+class _Failure(NamedTuple):
+    """An error as the board tells it: the name of its class, and its text."""
+
+    name: str
+    text: str
+
+
+class DynamicWeightManager:
+    """See the module. `runner` is called on the engine's loop thread only, but for its constant `parameters`."""
+
+    def __init__(
+        self, *, runner: ModelRunner, board: Board, rank: int, source: WeightSource, config: ManagerConfig
+    ) -> None:
+        self.rank = rank
+        self._board = board
+        self._source = source
+        self._config = config
+        self._rendezvous = BoardRendezvous(board, rank)
+        self._files = RankFiles(board.run_dir)
+        threads = config.num_copy_threads
+        self._state = RankState(runner=runner, num_threads=threads, arenas=ArenaPair(threads))
+        self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
+        self._is_stopping = threading.Event()
+        self._stager = threading.Thread(target=self._follow_commands, name="fastdeploy_rl-stager", daemon=True)
+        self._engine: EngineState | None = None
+        self._coordinator: Coordinator | None = None
+        self._pending_number = 0
+        self.wake_fd = -1
+
+    # --- life --------------------------------------------------------------------------------------
+
+    def start(self, initial: InitialWeights | None) -> None:
+        """Takes this rank's seat at the board; on rank 0 returns when all ranks took theirs and the engine serves.
+
+        DeadlineExceededError names the ranks that did not come within `attach_s`."""
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        if initial is not None:
+            self._adopt(initial)
+        self._rendezvous.show(phase="ready", version=str(initial.version) if initial else "")
+        if self.rank == 0:
+            self._start_coordinator(initial)
+        self._stager.start()
+
+    def _adopt(self, initial: InitialWeights) -> None:
+        runner = self._state.runner
+        live = cold_weights(initial.version, dict(initial.views), runner, self._config.num_copy_threads)
+        self._state.live = live
+        runner.rebuild_kv_cache(live.content_digest)
+        runner.set_version(str(initial.version))
+        part = RankPart(RankReport(rank=self.rank, steps=[]), rank_receipt(self.rank, live, live.live))
+        self._files.write_part(self.rank, 0, part)
+
+    def _start_coordinator(self, initial: InitialWeights | None) -> None:
+        deadline_ns = time.monotonic_ns() + int(self._config.deadlines.attach_s * 1e9)
+        self._rendezvous.await_ranks(lambda record: record.phase == "ready", "start of the engine", deadline_ns)
+        self._engine = EngineState(self._board)
+        self._coordinator = Coordinator(
+            board=self._board,
+            rendezvous=self._rendezvous,
+            source=self._source,
+            state=self._engine,
+            load_strategy=self._config.load_strategy,
+            legacy_deadline_s=self._config.deadlines.update_s,
+        )
+        ranks = range(self._board.num_ranks)
+        parts = [self._files.read_part(rank, 0) for rank in ranks] if initial is not None else None
+        self._coordinator.start(parts, specs_digest(self._state.runner.parameters()))
+
+    def close(self) -> None:
+        """Ends the threads, lets go of weights and leases. The runner must not be used afterwards."""
+        self._is_stopping.set()
+        if self._coordinator is not None:
+            self._coordinator.stop()
+        self._board.ring()
+        if self._stager.is_alive():
+            self._stager.join(self._config.deadlines.stop_s)
+        self._state.runner.unbind()
+        if self._state.live is not None:
+            self._state.live.release(self._state.arenas)
+            self._state.live = None
+        self._state.arenas.drop()
+        self._source.close()
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
+            self.wake_fd = -1
+
+    # --- the engine's loop -------------------------------------------------------------------------
+
+    @property
+    def is_serving(self) -> bool:
+        """A complete version is live on this rank."""
+        return self._state.live is not None
+
+    def poll(self) -> int:
+        """Number of the command whose stalled part every rank must `run` at this boundary; 0 when there is none."""
+        if self._handovers.empty():
+            return 0
+        if select.select([self.wake_fd], [], [], 0)[0]:
+            os.eventfd_read(self.wake_fd)
+        return self._pending_number
+
+    def run(self, number: int) -> None:
+        """The stalled part of command `number`, on every rank at the same boundary; at most until the command's
+        deadline.
+
+        Never raises because a command is rejected: then the runner is where it was."""
+        handover = self._await_handover(number)
+        if handover is None:
+            return
+        record, command = handover.record, handover.command
+        error = self._attempt(command.stall)
+        if error is None:
+            self._rendezvous.vote(number, Ballot.VERIFIED, phase="verified")
+        else:
+            self._rendezvous.vote(number, Ballot.FAILED, phase="failed", error=error.name, reason=error.text)
+        self._finish(record, command, self._decision(Question.COMMIT, record), error, has_stalled=True)
+
+    def _await_handover(self, number: int) -> _Handover | None:
+        deadline = time.monotonic() + _HANDOVER_GRACE_NS / 1e9
+        while time.monotonic() < deadline:
+            try:
+                handover = self._handovers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if handover.record.number == number:
+                return handover
+            self._attempt(handover.command.undo)  # a command that missed its boundary
+        _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
+        return None
+
+    # --- the manager's thread ----------------------------------------------------------------------
+
+    def _follow_commands(self) -> None:
+        last = 0
+        while not self._is_stopping.is_set():
+            record = self._rendezvous.await_command(last, time.monotonic_ns() + _HEARTBEAT_NS)
+            if record is None:
+                self._rendezvous.show()
+            elif not self._is_stopping.is_set():
+                last = record.number
+                self._stage(record)
+
+    def _stage(self, record: CommandRecord) -> None:
+        self._rendezvous.vote(record.number, Ballot.STARTED, phase="staging")
+        command = self._command(record)
+        error = self._attempt(command.stage)
+        if error is None:
+            error = self._attempt(lambda: self._write_staged(record, command))
+        if error is None:
+            self._rendezvous.vote(record.number, Ballot.STAGED, phase="staged")
+        else:
+            self._rendezvous.vote(record.number, Ballot.REFUSED, phase="refused", error=error.name, reason=error.text)
+        if self._decision(Question.INSTALL, record) is Decision.YES:
+            self._pending_number = record.number
+            self._handovers.put(_Handover(record, command))
+            os.eventfd_write(self.wake_fd, 1)
+        else:
+            self._finish(record, command, Decision.NO, error, has_stalled=False)
+
+    def _write_staged(self, record: CommandRecord, command: RankCommand) -> None:
+        receipt = command.receipt()
+        if receipt is not None:
+            self._files.write_staged(self.rank, record.number, receipt)
+
+    def _command(self, record: CommandRecord) -> RankCommand:
+        if record.kind == CommandKind.CLEAR:
+            return ClearCommand(self._state, record.deadline_ns)
+        if record.kind == CommandKind.RECOMPUTE:
+            return RecomputeCommand(self._state)
+        update = RankUpdate(
+            version=WeightVersion(record.epoch, record.step),
+            content_digest=record.content_digest,
+            deadline_ns=record.deadline_ns,
+            runner=self._state.runner,
+            source=self._source,
+            arenas=self._state.arenas,
+            apply_mode=ALIAS if self._config.apply_mode == AUTO else self._config.apply_mode,
+            num_threads=self._config.num_copy_threads,
+            old=self._state.live,
+        )
+        return UpdateCommand(self._state, update, self._observe)
+
+    def _observe(self, step: UpdateStep) -> None:
+        self._rendezvous.show(phase=step.name)
+        if self._engine is not None:
+            self._engine.begin(step.event)
+
+    # --- both threads, one after the other ---------------------------------------------------------
+
+    def _decision(self, question: Question, record: CommandRecord) -> Decision:
+        try:
+            return self._rendezvous.await_decision(question, record.number, record.deadline_ns)
+        except LifecycleError:
+            return Decision.NO  # the board went on without this rank
+
+    def _finish(
+        self,
+        record: CommandRecord,
+        command: RankCommand,
+        decision: Decision,
+        error: _Failure | None,
+        *,
+        has_stalled: bool,
+    ) -> None:
+        """Follows the decision and says so. A stalled part that can neither be committed nor undone fences this
+        rank."""
+        is_committed = decision is Decision.YES
+        failure = self._attempt(command.commit if is_committed else command.undo)
+        fence_reason = ""
+        if failure is not None and has_stalled:
+            fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
+            self._fence()
+        part = RankPart(
+            report=command.report(error.text if error else ""),
+            receipt=command.receipt() if is_committed and not fence_reason else None,
+            fence_reason=fence_reason,
+        )
+        version = str(self._state.live.version) if self._state.live is not None else ""
+        outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
+        self._files.write_part(self.rank, record.number, part)
+        self._rendezvous.show(version=version)
+        self._rendezvous.vote(record.number, Ballot.FINISHED, phase="fenced" if fence_reason else "idle")
+        _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
+
+    def _fence(self) -> None:
+        """Nothing of a torn version stays within reach of a request."""
+        runner = self._state.runner
+        runner.abort_requests("the engine is fenced")
+        runner.drop_kv_cache()
+        runner.unbind()
+        self._state.live = None
+
+    def _attempt(self, act: Callable[[], None]) -> _Failure | None:
+        """What went wrong, as text only: an exception's frames would keep views of published memory alive."""
+        try:
+            with as_step_failure("command", self.rank):
+                act()
+        except FastDeployRLError as error:
+            _log.warning("rank=%d error=%s reason=%r", self.rank, type(error).__name__, str(error), exc_info=True)
+            return _Failure(type(error).__name__, str(error))
+        return None

@@ -1,0 +1,212 @@
+"""Rank 0's account of the whole engine: its lifecycle, shown on the board and in the legacy words.
+
+Owns the StatusRecord and what the words read. Refuses to know why events come. Invariant: what is shown is a pure
+function of (lifecycle, version, pending command); a value that a foreign process wrote into the word meanwhile is
+never overwritten, it is the next command."""
+
+import threading
+from collections.abc import Callable
+
+from fastdeploy_rl.board import layout
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, WEIGHTS_WORD, StatusWord
+from fastdeploy_rl.lifecycle import (
+    Admission,
+    AdmissionEvent,
+    LegacyCommand,
+    LegacyStatus,
+    Lifecycle,
+    Residency,
+    ResidencyEvent,
+    Tag,
+    TagEvent,
+    UpdateEvent,
+    UpdatePhase,
+    answer_at_admission,
+    legacy_word,
+)
+
+_LOADED_BY = {UpdateEvent.VERIFY: Tag.WEIGHT, UpdateEvent.RECAPTURE: Tag.KV_CACHE, UpdateEvent.COMMIT: Tag.GRAPH}
+"""The step that finds a tag's memory in place; the step before it put it there."""
+
+
+class EngineState:
+    """Thread-safe; `close` detaches from the words."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._lock = threading.RLock()
+        self._weights_word = StatusWord(WEIGHTS_WORD, board.port)
+        self._other_words = [StatusWord(word, board.port) for word in (KV_CACHE_WORD, PREFIX_TREE_WORD)]
+        self._shown = LegacyStatus.NORMAL
+        self._pending: LegacyCommand | None = None
+        self._reason = ""
+        self.lifecycle = Lifecycle()
+        self.version = ""
+        self.content_digest = ""
+        self.commands_done = 0
+
+    @property
+    def weights_word(self) -> StatusWord:
+        return self._weights_word
+
+    @property
+    def is_serving(self) -> bool:
+        return self.lifecycle.admission is Admission.SERVING
+
+    @property
+    def is_cleared(self) -> bool:
+        return self.lifecycle.weight is Residency.DROPPED
+
+    # --- events ------------------------------------------------------------------------------------
+
+    def start(self, version: str, content_digest: str) -> None:
+        """A complete version is live for the first time."""
+        self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.LOAD)
+        self.set_version(version, content_digest)
+
+    def set_version(self, version: str, content_digest: str) -> None:
+        with self._lock:
+            self.version, self.content_digest = version, content_digest
+            self.show()
+
+    def begin(self, event: UpdateEvent) -> None:
+        """A step of an update begins on rank 0."""
+        tag = _LOADED_BY.get(event)
+        is_loaded = tag is not None and self.lifecycle.residency(tag) is not Residency.RESIDENT
+        loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []
+        self._apply(*loaded, event)
+
+    def finish_update(self) -> None:
+        """Every rank committed: the engine serves the new version."""
+        admission = self.lifecycle.admission
+        back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
+        self._apply(UpdateEvent.FINISH, *back.get(admission, []))
+
+    def undo_update(self, before: Lifecycle) -> None:
+        """Every rank is back where it was: at `before`."""
+        if self.lifecycle.update is UpdatePhase.IDLE:
+            return
+        dropped = [
+            TagEvent(tag, ResidencyEvent.DROP)
+            for tag in reversed(Tag)
+            if before.residency(tag) is Residency.DROPPED and self.lifecycle.residency(tag) is not Residency.DROPPED
+        ]
+        self._apply(UpdateEvent.UNDO, *dropped, UpdateEvent.UNDONE)
+
+    def clear(self) -> None:
+        """Every rank has freed everything."""
+        pause = [AdmissionEvent.PAUSE] if self.is_serving else []
+        held = [
+            tag
+            for tag in (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
+            if self.lifecycle.residency(tag) is not Residency.DROPPED
+        ]
+        self._apply(*pause, *(TagEvent(tag, ResidencyEvent.DROP) for tag in held))
+
+    def pause(self) -> None:
+        """Admission closes: what follows takes weights away."""
+        if self.is_serving:
+            self._apply(AdmissionEvent.PAUSE)
+
+    def resume(self) -> None:
+        if self.lifecycle.admission is Admission.PAUSED:
+            self._apply(AdmissionEvent.RESUME)
+
+    def fence(self, reason: str) -> None:
+        """No complete version is live any more."""
+        with self._lock:
+            self._reason = reason
+            if self.lifecycle.update is not UpdatePhase.IDLE:
+                self._apply(UpdateEvent.FINISH if self.lifecycle.update is UpdatePhase.COMMITTING else UpdateEvent.UNDO)
+            if self.lifecycle.update is UpdatePhase.UNDOING:
+                self._apply(UpdateEvent.UNDONE)
+            if self.lifecycle.admission is not Admission.FENCED:
+                self._apply(AdmissionEvent.FENCE)
+
+    def stop(self) -> None:
+        self._apply(AdmissionEvent.STOP)
+
+    def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent) -> None:
+        """All events, or none where one of them is illegal."""
+        with self._lock:
+            lifecycle = self.lifecycle
+            for event in events:
+                lifecycle = lifecycle.after(event)
+            self.lifecycle = lifecycle
+            self.show()
+
+    # --- the legacy command ------------------------------------------------------------------------
+
+    def take_legacy_command(self) -> LegacyCommand | None:
+        """The command that a foreign process wrote into the word, now pending; None when it reads as we left it."""
+        with self._lock:
+            value = self._weights_word.load()
+            if value == self._shown:
+                return None
+            if value not in {command.value for command in LegacyCommand}:
+                self._exchange(value)  # no command: a foreign NORMAL or CLEARED, or noise; show the truth again
+                return None
+            self._pending, self._shown = LegacyCommand(value), LegacyStatus(value)
+            return self._pending
+
+    def end_legacy_command(self) -> None:
+        """The outcome is there: the word goes to what is true now, unless a newer command stands in it."""
+        with self._lock:
+            self._pending = None
+            self.show()
+
+    # --- showing -----------------------------------------------------------------------------------
+
+    def count_command(self) -> None:
+        with self._lock:
+            self.commands_done += 1
+            self.show()
+
+    def show(self) -> None:
+        """Writes status record and words as they must read now."""
+        with self._lock:
+            answer = answer_at_admission(self.lifecycle)
+            reason = (
+                f"{answer.reason}: {self._reason}" if self.lifecycle.admission is Admission.FENCED else answer.reason
+            )
+            self._exchange(self._shown)
+            record = layout.StatusRecord(
+                admission=self.lifecycle.admission.value,
+                update=self.lifecycle.update.value,
+                version=self.version,
+                content_digest=self.content_digest,
+                legacy_status=self._shown,
+                is_serving=int(answer.is_served),
+                commands_done=self.commands_done,
+                reason=reason,
+            )
+            self._board.write(record, layout.STATUS_OFFSET)
+
+    def _exchange(self, expected: int) -> None:
+        wanted = legacy_word(self.lifecycle, self._pending)
+        found = self._weights_word.load() if wanted == expected else self._weights_word.exchange(expected, wanted)
+        if found == expected:
+            self._shown = wanted
+            self._show_others()
+
+    def _show_others(self) -> None:
+        is_dropped = self.lifecycle.kv_cache is Residency.DROPPED
+        value = LegacyStatus.CLEARED if is_dropped else LegacyStatus.NORMAL
+        for word in self._other_words:
+            if word.load() != value:
+                word.store(value)
+
+    def follow_words(self, on_recreated: Callable[[], None]) -> None:
+        """Restores vanished names; calls `on_recreated` when the weights word is another segment now."""
+        with self._lock:
+            for word in self._other_words:
+                word.follow()
+            if self._weights_word.follow():
+                self._shown = LegacyStatus.NORMAL  # what a word is created with; anything else in it is a command
+                on_recreated()
+                self.show()
+
+    def close(self) -> None:
+        for word in (self._weights_word, *self._other_words):
+            word.close()

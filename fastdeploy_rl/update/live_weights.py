@@ -1,0 +1,58 @@
+"""The complete version a rank holds: where its bytes are, what they sum to, and what keeps the memory alive.
+
+Owns the release of that memory. Invariant: a LiveWeights is complete; there is none for half a version.
+"""
+
+from dataclasses import dataclass, field
+
+from fastdeploy_rl._native import Mapping, Place, Region, transfer
+from fastdeploy_rl.checksum import Fletcher4
+from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.sources.base import StagedSource
+from fastdeploy_rl.version import WeightVersion
+
+
+@dataclass
+class LiveWeights:
+    """`views` are this rank's parameters; `read` and `live` the two halves of its receipt, `read` by manifest
+    tensor."""
+
+    version: WeightVersion
+    layout_digest: str
+    content_digest: str
+    views: dict[str, TensorView]
+    read: dict[str, Fletcher4]
+    live: dict[str, Fletcher4]
+    staged: StagedSource | None = None
+    """Published memory that some views point into, and its lease."""
+    arena: Mapping | None = field(default=None)
+    """The engine's own memory that the other views point into."""
+
+    def release(self, arenas: ArenaPair) -> None:
+        """Gives the memory back; the runner must be bound elsewhere by now. A second release does nothing."""
+        self.views = {}
+        staged, self.staged = self.staged, None
+        arena, self.arena = self.arena, None
+        if staged is not None:
+            staged.release()
+        if arena is not None:
+            arenas.release(arena)
+
+
+def whole(view: TensorView) -> Region:
+    """Reads a parameter's own bytes, for its live checksum."""
+    return Region(
+        source=view.mapping,
+        source_offset=view.offset,
+        source_stride=view.num_bytes,
+        rows=1,
+        row_bytes=view.num_bytes,
+        live_place=Place(0, view.num_bytes, view.num_bytes),
+    )
+
+
+def live_checksums(views: dict[str, TensorView], num_threads: int) -> dict[str, Fletcher4]:
+    """Reads every parameter's memory and sums it up; one read pass."""
+    sums = transfer([whole(view) for view in views.values()], num_threads)
+    return {name: Fletcher4(*live) for name, (_, live) in zip(views, sums, strict=True) if live is not None}

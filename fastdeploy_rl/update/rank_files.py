@@ -1,0 +1,78 @@
+"""What ranks hand to rank 0, and the engine to its clients, through files of the run directory.
+
+Owns their names and formats (JSON by msgspec, replaced atomically). A board slot holds a line of text; receipts of
+hundreds of tensors go here."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from fastdeploy_rl.errors import StepFailedError
+from fastdeploy_rl.receipt import RankReceipt, Receipt
+from fastdeploy_rl.report import RankReport, UpdateReport
+
+_KEPT_REPORTS = 32
+_MAX_BYTES = 256 << 20
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class RankPart(msgspec.Struct, frozen=True):
+    """One rank's last word on a command. `fence_reason` is set when it holds no complete version any more."""
+
+    report: RankReport
+    receipt: RankReceipt | None = None
+    fence_reason: str = ""
+
+
+class RankFiles:
+    """The files of one run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def write_staged(self, rank: int, command: int, receipt: RankReceipt) -> None:
+        self._write(f"staged.{command}.rank{rank}.json", receipt)
+
+    def read_staged(self, rank: int, command: int) -> RankReceipt:
+        return self._take(RankReceipt, f"staged.{command}.rank{rank}.json")
+
+    def write_part(self, rank: int, command: int, part: RankPart) -> None:
+        self._write(f"part.{command}.rank{rank}.json", part)
+
+    def read_part(self, rank: int, command: int) -> RankPart:
+        return self._take(RankPart, f"part.{command}.rank{rank}.json")
+
+    def write_report(self, report: UpdateReport) -> None:
+        self._write(f"report.{report.command}.json", report)
+        (self._run_dir / f"report.{report.command - _KEPT_REPORTS}.json").unlink(missing_ok=True)
+
+    def read_report(self, command: int) -> UpdateReport:
+        return self._read(UpdateReport, f"report.{command}.json")
+
+    def write_receipt(self, receipt: Receipt) -> None:
+        self._write("receipt.json", receipt)
+
+    def read_receipt(self) -> Receipt:
+        return self._read(Receipt, "receipt.json")
+
+    def _write(self, name: str, record: msgspec.Struct) -> None:
+        fresh = self._run_dir / f"{name}.new"
+        fresh.write_bytes(msgspec.json.encode(record))
+        os.replace(fresh, self._run_dir / name)
+
+    def _take(self, record: type[_Record], name: str) -> _Record:
+        found = self._read(record, name)
+        (self._run_dir / name).unlink(missing_ok=True)
+        return found
+
+    def _read(self, record: type[_Record], name: str) -> _Record:
+        try:
+            with open(self._run_dir / name, "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise StepFailedError(f"{name} of {self._run_dir} is larger than {_MAX_BYTES} bytes")
+            return msgspec.json.decode(data, type=record)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StepFailedError(f"{name} of {self._run_dir} cannot be read: {error}") from error

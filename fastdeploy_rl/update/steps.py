@@ -1,0 +1,429 @@
+"""The steps of an update, as data: what each does, and how it is undone.
+
+`resolve -> stage -> vote -> drain -> install -> verify -> rebuild_kv_cache -> recapture_graphs -> commit`. Metrics,
+traces, progress and fault tests walk the same list. `vote` and `commit` are where the ranks decide together, so they
+have nothing of their own to do here. A step returns the bytes it moved or read. Each undo restores, bitwise, what
+stood before its step and may find the step half done. Knows one rank; refuses to know the others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from fastdeploy_rl._native import Mapping, Place, Region, transfer
+from fastdeploy_rl.checksum import ZERO, Fletcher4, add
+from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, StepFailedError
+from fastdeploy_rl.lifecycle import UpdateEvent
+from fastdeploy_rl.manifest import Tensor
+from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.plan.planner import Plan, PlannedParameter, PlannedRegion, make_plan, plan_reading
+from fastdeploy_rl.runner import ModelRunner
+from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
+from fastdeploy_rl.version import WeightVersion
+
+ALIAS, COPY, AUTO = "alias", "copy", "auto"
+APPLY_MODES = (AUTO, ALIAS, COPY)
+_ALIGNMENT = 512
+
+
+@dataclass
+class RankUpdate:
+    """One rank's working state of one update: what the steps read and fill in, from left to right."""
+
+    version: WeightVersion
+    content_digest: str
+    deadline_ns: int
+    runner: ModelRunner
+    source: WeightSource
+    arenas: ArenaPair
+    apply_mode: str
+    num_threads: int
+    old: LiveWeights | None
+    resolved: ResolvedPublication | None = None
+    plan: Plan | None = None
+    staged: StagedSource | None = None
+    arena: Mapping | None = None
+    """alias: engine memory for what cannot be aliased. copy onto live weights: the saved old bytes. copy onto nothing:
+    the new home."""
+    consumed: dict[str, Fletcher4] | None = None
+    """By parameter, what `stage` read for it; `install` must read the same."""
+    not_aliased: dict[str, str] = field(default_factory=dict)
+    """alias: parameters that were copied all the same, and why."""
+    new: LiveWeights | None = None
+    is_written: bool = False
+    """copy: the parameters' own memory may hold new bytes."""
+
+    @property
+    def copies_in_place(self) -> bool:
+        return self.apply_mode == COPY and self.old is not None
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """A named step; `event` is what the update table of lifecycle.py calls its beginning."""
+
+    name: str
+    event: UpdateEvent
+    do: Callable[[RankUpdate], int]
+    undo: Callable[[RankUpdate], None]
+
+
+# --- resolve: find the version's manifest and plan for it; holds nothing ---------------------------
+
+
+def resolve(update: RankUpdate) -> int:
+    resolved = update.source.resolve(update.version, deadline_ns=update.deadline_ns)
+    if resolved.manifest.content_digest != update.content_digest:
+        raise NoPublicationError(
+            f"version {update.version}: another publication replaced the one that rank 0 found; update again"
+        )
+    update.resolved = resolved
+    runner = update.runner
+    update.plan = make_plan(resolved.manifest, runner.parameters(), runner.rank, runner.num_ranks)
+    return 0
+
+
+def forget(update: RankUpdate) -> None:
+    update.resolved = update.plan = None
+
+
+# --- stage: lease, read and check every byte, and copy what needs a copy, while the engine serves ---
+
+
+def stage(update: RankUpdate) -> int:
+    resolved, plan = _known(update.resolved), _known(update.plan)
+    update.staged = update.source.stage(resolved, plan, deadline_ns=update.deadline_ns)
+    if update.apply_mode == ALIAS and not update.staged.is_immutable:
+        raise ConfigurationError("apply mode alias needs a source whose memory stays as it is; use --apply-mode copy")
+    if update.copies_in_place:
+        _save_old_bytes(update)
+    update.new = _stage_new_weights(update)
+    return plan.read_bytes
+
+
+def unstage(update: RankUpdate) -> None:
+    new, update.new = update.new, None
+    if new is not None:
+        new.views = {}
+    if update.arena is not None:
+        update.arenas.release(update.arena)
+        update.arena = None
+    if update.staged is not None:
+        update.staged.release()
+        update.staged = None
+
+
+def _save_old_bytes(update: RankUpdate) -> None:
+    old = _known(update.old)
+    update.arena = update.arenas.acquire(_packed_bytes([view.num_bytes for view in old.views.values()]))
+    transfer(_copies(old.views, _packed_views(old.views, update.arena)), update.num_threads)
+
+
+def _stage_new_weights(update: RankUpdate) -> LiveWeights:
+    """The weights as they will be: where they will lie, and the checksums that they must then have."""
+    plan, manifest = _known(update.plan), _known(update.resolved).manifest
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    views = _known(update.old).views if update.copies_in_place else _places(update, plan)
+    planned = [*plan.parameters, *_unplanned(plan, tensors)]
+    regions = [
+        _region(update, parameter, region, tensors[parameter.source], views.get(parameter.name))
+        for parameter in planned
+        for region in parameter.regions
+    ]
+    sums = _add_up(planned, transfer(regions, update.num_threads))
+    update.consumed = sums.consumed
+    new = LiveWeights(
+        version=update.version,
+        layout_digest=manifest.layout_digest,
+        content_digest=manifest.content_digest,
+        views=dict(views),
+        read=dict.fromkeys(tensors, ZERO) | sums.owned,
+        live={parameter.name: sums.live[parameter.name] for parameter in plan.parameters},
+    )
+    _check_copied(update, new)
+    return new
+
+
+def _unplanned(plan: Plan, tensors: dict[str, Tensor]) -> list[PlannedParameter]:
+    """Published twins of tied tensors that no parameter takes: read by rank 0 alone, so that the receipt covers
+    them."""
+    if plan.rank != 0:
+        return []
+    taken = {parameter.source for parameter in plan.parameters}
+    return [plan_reading(tensor) for name, tensor in tensors.items() if name not in taken]
+
+
+def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
+    """Where each parameter will live: in published memory, or in engine memory taken for the others."""
+    staged = _known(update.staged)
+    copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
+    update.not_aliased = {} if update.apply_mode == COPY else {name: p.why_not_alias for name, p in copied.items()}
+    if copied:
+        update.arena = update.arenas.acquire(_packed_bytes([p.num_bytes for p in copied.values()]))
+    offsets = dict(zip(copied, _packed([p.num_bytes for p in copied.values()]), strict=True))
+    return {
+        p.name: TensorView(_known(update.arena), offsets[p.name], p.dtype, p.local_shape)
+        if p.name in copied
+        else TensorView(staged.segments[_known(p.alias).segment], _known(p.alias).offset, p.dtype, p.local_shape)
+        for p in plan.parameters
+    }
+
+
+def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
+    return update.apply_mode != COPY and parameter.alias is not None and _known(update.staged).is_immutable
+
+
+def _region(
+    update: RankUpdate, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView | None
+) -> Region:
+    """The job of one planned region: a copy into `home`, or a mere read where the bytes stay or move only at
+    `install`."""
+    is_copy = home is not None and not update.copies_in_place and not _is_aliased(update, parameter)
+    return Region(
+        source=_known(update.staged).segments[planned.segment],
+        source_offset=planned.source_offset,
+        source_stride=planned.source_stride,
+        rows=planned.rows,
+        row_bytes=planned.row_bytes,
+        target=home.mapping if is_copy and home is not None else None,
+        target_offset=home.offset + planned.target_offset if is_copy and home is not None else 0,
+        target_stride=planned.target_stride if is_copy else 0,
+        cast=planned.cast,
+        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes),
+        live_place=None if home is None or update.copies_in_place else _live_place(parameter, planned),
+    )
+
+
+def _live_place(parameter: PlannedParameter, planned: PlannedRegion) -> Place:
+    return Place(planned.live_offset, planned.live_stride, parameter.num_bytes)
+
+
+class _Sums(NamedTuple):
+    """`owned`: what this rank counts, by tensor; `consumed`: all it read, and `live`: what it wrote or binds, by
+    parameter."""
+
+    owned: dict[str, Fletcher4]
+    consumed: dict[str, Fletcher4]
+    live: dict[str, Fletcher4]
+
+
+_Results = list[tuple[tuple[int, int, int, int] | None, tuple[int, int, int, int] | None]]
+
+
+def _add_up(planned: Sequence[PlannedParameter], results: _Results) -> _Sums:
+    sums = _Sums({}, {p.name: ZERO for p in planned}, {p.name: ZERO for p in planned})
+    regions = ((parameter.name, region) for parameter in planned for region in parameter.regions)
+    for (name, region), (read, live) in zip(regions, results, strict=True):
+        contribution = Fletcher4(*(read or ZERO))
+        sums.consumed[name] = add(sums.consumed[name], contribution)
+        sums.live[name] = add(sums.live[name], Fletcher4(*(live or ZERO)))
+        if region.owns_read:
+            sums.owned[region.tensor] = add(sums.owned.get(region.tensor, ZERO), contribution)
+    return sums
+
+
+def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
+    """Reads back what was copied into engine memory: nobody else can write there, so this need not wait for
+    `verify`."""
+    if update.copies_in_place or update.arena is None:
+        return
+    copied = {name: view for name, view in new.views.items() if view.mapping is update.arena}
+    _check_sums(live_checksums(copied, update.num_threads), new, update.runner.rank)
+
+
+def _check_sums(found: dict[str, Fletcher4], new: LiveWeights, rank: int) -> None:
+    wrong = [name for name, sums in found.items() if sums != new.live[name]]
+    if wrong:
+        raise ChecksumMismatchError(
+            f"rank {rank}, version {new.version}: {len(wrong)} parameters do not hold the bytes that were staged, "
+            f"first {wrong[0]}; the memory of this machine is at fault, or a process wrote into it"
+        )
+
+
+# --- vote, commit: taken by the transaction together with the other ranks --------------------------
+
+
+def agree(update: RankUpdate) -> int:
+    return 0
+
+
+def leave(update: RankUpdate) -> None:
+    return None
+
+
+# --- drain: no forward pass reads the weights from here on -----------------------------------------
+
+
+def drain(update: RankUpdate) -> int:
+    update.runner.drain(update.deadline_ns)
+    return 0
+
+
+# --- install: a rebind, or a copy into the parameters' own memory ----------------------------------
+
+
+def install(update: RankUpdate) -> int:
+    new = _known(update.new)
+    if not update.copies_in_place:
+        update.runner.bind(new.views)
+        return 0
+    plan, manifest = _known(update.plan), _known(update.resolved).manifest
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    update.is_written = True
+    regions = [
+        _install_region(update, parameter, region, tensors[parameter.source], new.views[parameter.name])
+        for parameter in plan.parameters
+        for region in parameter.regions
+    ]
+    sums = _add_up(plan.parameters, transfer(regions, update.num_threads))
+    changed = [name for name, consumed in sums.consumed.items() if consumed != _known(update.consumed)[name]]
+    if changed:
+        raise ChecksumMismatchError(
+            f"rank {update.runner.rank}, version {new.version}: published bytes changed between stage and install, "
+            f"first of {changed[0]}"
+        )
+    new.live.update(sums.live)
+    return plan.copied_bytes + plan.aliased_bytes
+
+
+def uninstall(update: RankUpdate) -> None:
+    old = update.old
+    if old is None:
+        update.runner.unbind()
+    elif not update.copies_in_place:
+        update.runner.bind(old.views)
+    elif update.is_written:
+        transfer(_copies(_packed_views(old.views, _known(update.arena)), old.views), update.num_threads)
+        update.is_written = False
+
+
+def _install_region(
+    update: RankUpdate, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView
+) -> Region:
+    return Region(
+        source=_known(update.staged).segments[planned.segment],
+        source_offset=planned.source_offset,
+        source_stride=planned.source_stride,
+        rows=planned.rows,
+        row_bytes=planned.row_bytes,
+        target=home.mapping,
+        target_offset=home.offset + planned.target_offset,
+        target_stride=planned.target_stride,
+        cast=planned.cast,
+        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes),
+        live_place=_live_place(parameter, planned),
+    )
+
+
+# --- verify: what is bound is what was staged ------------------------------------------------------
+
+
+def verify(update: RankUpdate) -> int:
+    """By place where memory cannot have changed since `stage` summed it up (leased or the engine's own); by reading
+    back after a copy."""
+    new, bound = _known(update.new), update.runner.bound()
+    astray = [name for name, view in new.views.items() if name not in bound or not view.same_place(bound[name])]
+    if astray or len(bound) != len(new.views):
+        raise StepFailedError(
+            f"rank {update.runner.rank}: {len(astray)} parameters are not bound to version {new.version}, "
+            f"first {astray[:1]}"
+        )
+    if not update.copies_in_place:
+        return 0
+    _check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
+    return sum(view.num_bytes for view in new.views.values())
+
+
+# --- rebuild_kv_cache, recapture_graphs: what the engine derived from the old weights --------------
+
+
+def rebuild_kv_cache(update: RankUpdate) -> int:
+    update.runner.rebuild_kv_cache(_known(update.new).content_digest)
+    return 0
+
+
+def restore_kv_cache(update: RankUpdate) -> None:
+    if update.old is None:
+        update.runner.drop_kv_cache()
+    else:
+        update.runner.rebuild_kv_cache(update.old.content_digest)
+
+
+def recapture_graphs(update: RankUpdate) -> int:
+    update.runner.recapture_graphs()
+    return 0
+
+
+def restore_graphs(update: RankUpdate) -> None:
+    if update.old is not None:
+        update.runner.recapture_graphs()
+
+
+STAGING_STEPS = (
+    UpdateStep("resolve", UpdateEvent.RESOLVE, resolve, forget),
+    UpdateStep("stage", UpdateEvent.STAGE, stage, unstage),
+    UpdateStep("vote", UpdateEvent.VOTE, agree, leave),
+)
+"""While the engine serves."""
+STALLING_STEPS = (
+    UpdateStep("drain", UpdateEvent.DRAIN, drain, leave),
+    UpdateStep("install", UpdateEvent.INSTALL, install, uninstall),
+    UpdateStep("verify", UpdateEvent.VERIFY, verify, leave),
+    UpdateStep("rebuild_kv_cache", UpdateEvent.REBUILD, rebuild_kv_cache, restore_kv_cache),
+    UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, restore_graphs),
+    UpdateStep("commit", UpdateEvent.COMMIT, agree, leave),
+)
+"""At a decode boundary; the time from the first to the last is the stall."""
+STEPS = STAGING_STEPS + STALLING_STEPS
+
+
+# --- small geometry --------------------------------------------------------------------------------
+
+
+def _packed(sizes: list[int]) -> list[int]:
+    """Aligned offsets of tensors of these sizes, one after another."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets
+
+
+def _packed_bytes(sizes: list[int]) -> int:
+    return max(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), _ALIGNMENT)
+
+
+def _packed_views(like: dict[str, TensorView], arena: Mapping) -> dict[str, TensorView]:
+    """The same tensors, packed into `arena`."""
+    offsets = _packed([view.num_bytes for view in like.values()])
+    return {
+        name: TensorView(arena, offset, view.dtype, view.shape)
+        for (name, view), offset in zip(like.items(), offsets, strict=True)
+    }
+
+
+def _copies(sources: dict[str, TensorView], targets: dict[str, TensorView]) -> list[Region]:
+    return [
+        Region(
+            source=view.mapping,
+            source_offset=view.offset,
+            source_stride=view.num_bytes,
+            rows=1,
+            row_bytes=view.num_bytes,
+            target=targets[name].mapping,
+            target_offset=targets[name].offset,
+            target_stride=view.num_bytes,
+        )
+        for name, view in sources.items()
+    ]
+
+
+_Value = TypeVar("_Value")
+
+
+def _known(value: _Value | None) -> _Value:
+    """What an earlier step filled in."""
+    if value is None:
+        raise StepFailedError("a step ran before the one that prepares it")
+    return value

@@ -1,4 +1,4 @@
-"""What every test is held to: it leaves no segment, descriptor, thread or child process behind."""
+"""What every test is held to: it leaves no segment, descriptor, thread or process behind."""
 
 import gc
 import os
@@ -16,18 +16,24 @@ import pytest
 _SETTLE_S = 5.0
 _SEGMENT = re.compile(r"fastdeploy_rl|model_weights_status|kv_cache_status|prefix_tree_status")
 _OURS = re.compile(r"/dev/shm/|/memfd:|socket:|pipe:|anon_inode:\[eventfd\]|.*fastdeploy_rl|.*/pytest-of-")
+_RUN = "FASTDEPLOY_RL_TEST_RUN"
 
 
 class _Held(NamedTuple):
     segments: frozenset[str]
     descriptors: Counter[str]
     threads: frozenset[str]
-    children: frozenset[int]
+    processes: frozenset[int]
+
+
+def pytest_configure() -> None:
+    # Inherited by every process that a test starts, however deep, also after its parent died.
+    os.environ[_RUN] = f"{os.getpid()}.{time.time_ns()}"
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing() -> Iterator[None]:
-    """Compares what this process holds after the test with what it held before."""
+    """Compares what this run holds after the test with what it held before."""
     before = _held()
     yield
     deadline = time.monotonic() + _SETTLE_S
@@ -41,16 +47,17 @@ def leaves_nothing() -> Iterator[None]:
 def _held() -> _Held:
     # The tracker that multiprocessing starts on first use stays for good, and is nobody's leak.
     tracker = resource_tracker._resource_tracker
-    children = _children() - {getattr(tracker, "_pid", None)}
-    return _Held(_segments(), _descriptors(getattr(tracker, "_fd", None)), _threads(), frozenset(children))
+    processes = (_children() | _processes_of_this_run()) - {os.getpid(), getattr(tracker, "_pid", None)}
+    return _Held(_segments(), _descriptors(getattr(tracker, "_fd", None)), _threads(), frozenset(processes))
 
 
 def _left(before: _Held, after: _Held) -> list[str]:
+    segments = after.segments - before.segments
     found = {
-        "segments": sorted(name for name in after.segments - before.segments if not _is_of_another_run(name)),
+        "segments": [] if segments and _is_shared_machine() else sorted(segments),
         "descriptors": sorted((after.descriptors - before.descriptors).elements()),
         "threads": sorted(after.threads - before.threads),
-        "children": sorted(after.children - before.children),
+        "processes": sorted(after.processes - before.processes),
     }
     return [f"{what} {names}" for what, names in found.items() if names]
 
@@ -68,7 +75,7 @@ def _descriptors(ignored: int | None) -> Counter[str]:
             continue
         if int(fd) > 2 and int(fd) != ignored and _OURS.match(target):
             # Libraries reopen sockets and pipes under new numbers: their count matters, not which they are.
-            kinds[re.sub(r"\[\d+\]$", "", target)] += 1
+            kinds[re.sub(r":\[\d+\]$", "", target)] += 1
     return kinds
 
 
@@ -79,41 +86,24 @@ def _threads() -> frozenset[str]:
 def _children() -> set[int]:
     children: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        try:
-            children.update(map(int, file.read_text().split()))
-        except FileNotFoundError:
-            continue
+        children.update(map(int, _read(file).split()))
     return children
 
 
-def _is_of_another_run(name: str) -> bool:
-    """Several runs of the suite share one /dev/shm: what a stranger's live process has mapped is not our leak."""
-    try:
-        # By inode: a segment may have a second link, and a mapping shows the name it was opened by.
-        inode = str(os.stat(f"/dev/shm/{name}").st_ino)
-    except FileNotFoundError:
-        return True
-    mine = _descendants()
-    others = (maps for maps in Path("/proc").glob("[0-9]*/maps") if int(maps.parent.name) not in mine)
-    return any(inode in _mapped_inodes(maps) for maps in others)
+def _processes_of_this_run() -> set[int]:
+    mark = f"{_RUN}={os.environ[_RUN]}"
+    return {int(file.parent.name) for file in Path("/proc").glob("[0-9]*/environ") if mark in _read(file).split("\0")}
 
 
-def _mapped_inodes(maps: Path) -> set[str]:
+def _is_shared_machine() -> bool:
+    """Another run is using this package here and now; then a new segment may be its, and nothing tells whose it is."""
+    ours = _processes_of_this_run() | {os.getpid()}
+    strangers = (file for file in Path("/proc").glob("[0-9]*/maps") if int(file.parent.name) not in ours)
+    return any("/fastdeploy_rl/_native." in _read(file) for file in strangers)
+
+
+def _read(file: Path) -> str:
     try:
-        lines = maps.read_text(errors="replace").splitlines()
+        return file.read_text(errors="replace")
     except OSError:
-        return set()
-    return {line.split()[4] for line in lines if "/dev/shm/" in line}
-
-
-def _descendants() -> set[int]:
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-    mine = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return mine
+        return ""

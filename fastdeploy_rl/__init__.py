@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastdeploy_rl.board.controller import EngineController as EngineController
+    from fastdeploy_rl.control.controller import EngineController as EngineController
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
     from fastdeploy_rl.version import WeightVersion as WeightVersion
 
 _EXPORTS = {
     "DynamicWeightManager": "fastdeploy_rl.manager",
-    "EngineController": "fastdeploy_rl.board.controller",
+    "EngineController": "fastdeploy_rl.control.controller",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
     "WeightVersion": "fastdeploy_rl.version",
 }

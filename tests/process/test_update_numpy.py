@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 
 from fastdeploy_rl.checksum import of_bytes
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import ChecksumMismatchError, CoverageError, NoPublicationError, VersionRegressError
+from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
@@ -76,25 +78,33 @@ def test_receipt_sums_are_the_published_checksums(tmp_path: Path):
 
 def test_bf16_into_a_float32_engine_is_exact(tmp_path: Path):
     """Published BF16 arrives as the same numbers in F32, and says why it was not aliased."""
-    halves = {name: (value.view(np.uint32) >> 16).astype(np.uint16) for name, value in random_weights(MODEL, 4).items()}
-    wide = {name: (value.astype(np.uint32) << 16).view(np.float32) for name, value in halves.items()}
+    halves = {name: top_halves(value) for name, value in random_weights(MODEL, 4).items()}
+    wide = {name: widened(bits) for name, bits in halves.items()}
     with (
         NumpyEngine(MODEL, channel=tmp_path / "channel") as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,
     ):
-        publisher.publish(
-            {name: as_bf16(value) for name, value in halves.items()}, step=1, shard_axis=AXES.get
-        )
+        publish(publisher, {name: as_bf16(value) for name, value in halves.items()}, 1)
         report = client.update()
         assert engine.holds(wide)
         assert report.ranks[0].not_aliased["norm"] == "dtype BF16 -> F32"
 
 
-def as_bf16(bits: np.ndarray):
-    import paddle
+def top_halves(value: np.ndarray) -> np.ndarray:
+    """The BF16 bits that a float32 array begins with."""
+    return (value.reshape(-1).view(np.uint32) >> 16).astype(np.uint16).reshape(value.shape)
 
-    return paddle.to_tensor(bits.view(np.int16)).view("bfloat16") if bits.size else paddle.zeros(bits.shape, "bfloat16")
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers that BF16 bits stand for."""
+    return (bits.reshape(-1).astype(np.uint32) << 16).view(np.float32).reshape(bits.shape)
+
+
+def as_bf16(bits: np.ndarray) -> "paddle.Tensor":
+    if not bits.size:
+        return paddle.zeros(bits.shape, "bfloat16")
+    return paddle.to_tensor(bits.reshape(-1).view(np.int16)).view("bfloat16").reshape(bits.shape)
 
 
 def test_a_broken_publication_is_refused_and_nothing_changes(tmp_path: Path):
@@ -183,19 +193,32 @@ def test_a_rejected_update_of_a_cleared_engine_stays_cleared(tmp_path: Path):
 
 @pytest.mark.parametrize("apply_mode", ["alias", "copy"])
 def test_a_flipped_byte_of_a_live_parameter_is_named(tmp_path: Path, apply_mode: str):
-    """A second process writes into rank 1's memory; `receipt --recompute` names the tensor and the rank, others are silent."""
+    """A second process writes into rank 1's memory; `receipt --recompute` names the tensor and the rank, others are
+    silent."""
     with (
         NumpyEngine(MODEL, channel=tmp_path / "channel", apply_mode=apply_mode) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,
     ):
-        publish(publisher, random_weights(MODEL, 11), 1, "tp:3")
+        published = publish(publisher, random_weights(MODEL, 11), 1, "tp:3")
         client.update()
-        address = engine.ask(1, "address layers.0.up")
-        with open(f"/proc/{engine.workers[1].pid}/mem", "r+b", buffering=0) as memory:
-            memory.seek(address)
-            byte = memory.read(1)
-            memory.seek(address)
-            memory.write(bytes([byte[0] ^ 1]))
+        if apply_mode == "alias":
+            flip(*place_of(published.manifest, "layers.0.up", 1))
+        else:
+            flip(f"/proc/{engine.workers[1].pid}/mem", engine.ask(1, "address layers.0.up"))
         with pytest.raises(ChecksumMismatchError, match=r"1 live tensors .*layers\.0\.up on rank 1$"):
             client.receipt(recompute=True)
+
+
+def flip(path: str, offset: int) -> None:
+    """Turns one bit around, as a foreign process would: what is read-only in the engine is not so everywhere."""
+    with open(path, "r+b", buffering=0) as memory:
+        memory.seek(offset)
+        byte = memory.read(1)
+        memory.seek(offset)
+        memory.write(bytes([byte[0] ^ 1]))
+
+
+def place_of(manifest: Manifest, name: str, rank: int) -> tuple[str, int]:
+    part = next(tensor for tensor in manifest.tensors if tensor.name == name).parts[rank]
+    return f"/dev/shm/{manifest.segments[part.segment].locator}", part.offset

@@ -1,8 +1,8 @@
 """A ModelRunner whose model is a handful of numpy arrays and whose forward pass is a hash of their bytes.
 
-Starts in a fraction of a second, so that matrices of faults and ranks run on it in full. Its `token` depends on every byte of every parameter, so two versions of the weights
-never answer alike. Owns its parameter memory only until an update rebinds it.
-"""
+Starts in a fraction of a second, so that matrices of faults and ranks run on it in full. Its `token` depends on every
+byte of every parameter, so two versions of the weights never answer alike. Owns its parameter memory only until an
+update rebinds it."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class NumpyRunner:
         self._kv_digest: str | None = None
 
     def load(self, seed: int) -> dict[str, TensorView]:
-        """A cold start: this rank's slices of the weights that `random_weights` gives for `seed`, in memory of its own."""
+        """A cold start: this rank's slices of the weights that `random_weights` gives for `seed`, in memory of its
+        own."""
         tensors = random_weights(self._model, seed)
         views: dict[str, TensorView] = {}
         slices = {spec.name: self._slice(spec, tensors[spec.name]) for spec in self._updated()}
@@ -73,7 +74,7 @@ class NumpyRunner:
             value = zlib.crc32(np.ascontiguousarray(self._bound[name].numpy()).tobytes(), value)
         return value
 
-    # --- ModelRunner ---
+    # --- ModelRunner -------------------------------------------------------------------------------
 
     def parameters(self) -> Sequence[ParameterSpec]:
         return self._model.specs
@@ -112,7 +113,8 @@ class NumpyRunner:
 
 
 def random_weights(model: NumpyModel, seed: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    """Full tensors of one version: every byte random, in the model's dtypes (BF16 as uint16). Tied names are left out."""
+    """Full tensors of one version: every byte random, in the model's dtypes (BF16 as uint16). Tied names are left
+    out."""
     generator = np.random.default_rng(seed)
     weights = {}
     for spec in model.specs:

@@ -2,9 +2,9 @@
 
     python -m fastdeploy_rl.engines.numpy.worker '{"port": 8190, "rank": 0, ...}'
 
-Rank 0 leads: it tells each command's number to the others through the tensor-parallel collectives, as an engine does with its steps. Commands for tests come as JSON lines on standard
-input, answers go to standard output; end of input is the order to stop.
-"""
+Rank 0 leads: it tells each command's number to the others through the tensor-parallel collectives, as an engine does
+with its steps. Commands for tests come as JSON lines on standard input, answers go to standard output; end of input is
+the order to stop."""
 
 import json
 import os

@@ -1,0 +1,98 @@
+"""EngineController: what a trainer or an operator holds to steer an engine, wherever it is.
+
+Owns the choice between the two ways to an engine: its board (a port number, same machine) or its HTTP server (a URL).
+Refuses to know either way's details. Both raise the same errors."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol
+
+from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.receipt import Receipt
+from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.version import WeightVersion
+
+
+class EngineWay(Protocol):
+    """One way to an engine; a context manager. Every method blocks, `deadline_s` at most (and a little, for the
+    answer)."""
+
+    def __enter__(self) -> "EngineWay": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def update(
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+    ) -> UpdateReport: ...
+
+    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt: ...
+
+
+class EngineController:
+    """Steers the engine at `address`: its engine worker queue port, or the URL of its HTTP server. Use it in a `with`.
+
+    Not for several threads at once: make one each. EngineNotFoundError where no engine is alive at the address.
+    """
+
+    def __init__(self, address: int | str) -> None:
+        self.address = address
+        self._stack = ExitStack()
+        self._open_way: EngineWay | None = None
+
+    def __enter__(self) -> "EngineController":
+        self._open_way = self._stack.enter_context(_way_to(self.address))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open_way = None
+        self._stack.close()
+
+    def update(
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+    ) -> UpdateReport:
+        """All ranks take `version` (the newest published one when None) over; returns the report with its receipt.
+
+        Otherwise it raises why not, and every rank is bitwise where it was: CoverageError, ChecksumMismatchError,
+        VersionRegressError, NoPublicationError for the trainer to mend, DeadlineExceededError, EngineError. `force`
+        allows a version that goes back, and takes over again one that is live already."""
+        return self._way.update(version, deadline_s=deadline_s, force=force)
+
+    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+        """Ends the requests in flight and frees weights and KV cache on every rank; returns when they are freed."""
+        return self._way.clear(deadline_s=deadline_s)
+
+    def status(self) -> EngineStatus:
+        return self._way.status()
+
+    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+        """The proof of what is live. `recompute`: every rank reads its live memory again; ChecksumMismatchError names
+        each tensor and rank that is no longer what the receipt says."""
+        return self._way.receipt(recompute=recompute, deadline_s=deadline_s)
+
+    @property
+    def _way(self) -> EngineWay:
+        if self._open_way is None:
+            raise ConfigurationError("the controller is not open; use it in a with statement")
+        return self._open_way
+
+
+def _way_to(address: int | str) -> EngineWay:
+    if isinstance(address, int):
+        return BoardClient(address)
+    try:
+        from fastdeploy_rl.control.client import HttpEngine
+    except ImportError as error:
+        raise ConfigurationError(
+            f"an engine at a URL ({address}) needs httpx: pip install 'fastdeploy_rl[engine]'; "
+            "on the engine's machine its port number needs nothing"
+        ) from error
+    return HttpEngine(address)

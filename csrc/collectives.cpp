@@ -20,8 +20,8 @@ constexpr int64_t kMaxRanks = 16;
 constexpr int64_t kMaxGeneration = 0xffff;
 constexpr int64_t kMaxSlotBytes = int64_t{1} << 32;
 constexpr size_t kLineBytes = 64;
-constexpr int64_t kSpinNs = 20'000;
-constexpr int kPausesPerLook = 8;
+constexpr int64_t kSpinNs = 50'000;
+constexpr int kLooksPerYield = 32;
 
 // The gate: bits 0..30 step, bit 31 broken, bits 32..47 who arrived at the step, bits 48..63 generation.
 constexpr uint64_t kStepMask = 0x7fffffff;
@@ -139,7 +139,7 @@ CollectiveGroup::CollectiveGroup(std::shared_ptr<Mapping> mapping, int64_t rank,
       slot_bytes_(round_up(static_cast<size_t>(slot_bytes), kLineBytes)),
       generation_(static_cast<uint64_t>(generation)),
       on_signal_(on_signal),
-      spin_ns_(num_ranks <= num_usable_cpus() ? kSpinNs : 0) {
+      has_core_(num_ranks <= num_usable_cpus()) {
   if (rank < 0 || rank >= num_ranks) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
   }
@@ -218,19 +218,24 @@ void CollectiveGroup::arrive(const Request& request) {
   }
 }
 
-// True once the gate is no longer closed at our step; `gate` is what was seen last.
-bool CollectiveGroup::spin(uint64_t& gate) const {
-  const uint64_t closed = open_gate(generation_, step_);
-  const uint64_t mask = ~(uint64_t{0xffff} << 32);
+// Passed once the gate is no longer closed at our step; `gate` is what was seen last.
+bool CollectiveGroup::has_passed(uint64_t& gate) const {
+  constexpr uint64_t but_arrivals = ~(uint64_t{0xffff} << 32);
   gate = header_->gate.load();
-  if ((gate & mask) != closed) return true;
-  if (spin_ns_ == 0) return false;
-  for (const int64_t until = monotonic_ns() + spin_ns_; monotonic_ns() < until;) {
-    for (int pause = 0; pause < kPausesPerLook; ++pause) {
-      gate = header_->gate.load();
-      if ((gate & mask) != closed) return true;
+  return (gate & but_arrivals) != open_gate(generation_, step_);
+}
+
+// Looks for a while before it sleeps: to be put to sleep and woken costs more. In between it offers its core to the ranks it
+// waits for; all the time where there are more ranks than cores.
+bool CollectiveGroup::spin(uint64_t& gate) const {
+  if (has_passed(gate)) return true;
+  for (const int64_t until = monotonic_ns() + kSpinNs; monotonic_ns() < until;) {
+    for (int look = 0; has_core_ && look < kLooksPerYield; ++look) {
+      if (has_passed(gate)) return true;
       pause_briefly();
     }
+    sched_yield();
+    if (has_passed(gate)) return true;
   }
   return false;
 }

@@ -58,6 +58,7 @@ class CollectiveGroup {
   void meet(const Request& request);
   void arrive(const Request& request);
   void await_step(const Request& request);
+  bool has_passed(uint64_t& gate) const;
   bool spin(uint64_t& gate) const;
   void sleep(uint64_t gate, const Request& request);
   void break_step(uint64_t gate, const Request& request);
@@ -74,7 +75,7 @@ class CollectiveGroup {
   uint64_t generation_;
   void (*on_signal_)();
   uint32_t step_ = 0;
-  int64_t spin_ns_;
+  bool has_core_;
   std::atomic<bool> is_busy_{false};
 
   class Turn;

@@ -61,6 +61,12 @@ class Arrangement:
     aliases: dict[str, str]
     num_bytes: int
 
+    @property
+    def description(self) -> object:
+        """Equal for arrangements whose manifests differ in nothing but version, segment and checksums."""
+        tensors = [(tensor.name, tensor.host.dtype, tensor.host.shape, tensor.shard_axis) for tensor in self.tensors]
+        return self.layout, tensors, self.aliases
+
     def check(self, version: WeightVersion) -> None:
         """ManifestError, naming the tensor, for what no manifest may say (names, dimensions, counts)."""
         nothing = Fletcher4(0, 0, 0, 0)

@@ -23,7 +23,7 @@ def channel(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel) as publisher:
+    with WeightPublisher(channel, max_arenas=2) as publisher:
         yield publisher
 
 

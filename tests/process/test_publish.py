@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def channel(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel) as publisher:
+    with WeightPublisher(channel, max_arenas=2) as publisher:
         yield publisher
 
 
@@ -94,7 +95,7 @@ def _latest(channel: Path) -> str:
     return (channel / "LATEST").read_text()
 
 
-# --- atomicity and leases --------------------------------------------------------------------------------------------
+# --- atomicity and leases --------------------------------------------------------------------------
 
 
 def test_readers_never_see_half_and_leased_bytes_never_change(publisher: WeightPublisher, start: Start) -> None:
@@ -139,6 +140,16 @@ def test_the_lease_of_a_killed_engine_is_void(publisher: WeightPublisher, start:
     assert list((channel / "holders").iterdir()) == []
 
 
+def test_an_engine_that_keeps_the_version_before_does_not_stop_the_next_one(start: Start, channel: Path) -> None:
+    """As after a rejected update: the engine holds version 1, LATEST is version 2, the mended one is version 3."""
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        holder = _holding(start, "held 1.1")
+        for step in (2, 3, 4):
+            publisher.publish(weights(step), step=step, deadline_s=0.2)
+        assert _finish(holder) == ""
+
+
 def test_more_arenas_let_the_publisher_run_ahead_of_slow_engines(channel: Path, start: Start) -> None:
     with WeightPublisher(channel, max_arenas=4) as publisher:
         holders = []
@@ -150,7 +161,7 @@ def test_more_arenas_let_the_publisher_run_ahead_of_slow_engines(channel: Path, 
         assert [_finish(holder) for holder in holders] == ["", "", ""]
 
 
-# --- who may publish -------------------------------------------------------------------------------------------------
+# --- who may publish -------------------------------------------------------------------------------
 
 
 def test_a_second_live_publisher_is_refused_by_pid_and_the_first_is_undisturbed(start: Start, channel: Path) -> None:
@@ -173,7 +184,7 @@ def test_the_publication_of_a_killed_trainer_stands_until_the_next_one(start: St
     dead.wait(10)
     reader = start("hold")
     assert _line(reader) == "held 1.1"
-    with WeightPublisher(channel) as publisher:
+    with WeightPublisher(channel, max_arenas=2) as publisher:
         assert publisher.epoch == 2
         publisher.publish(weights(0), step=0)
         assert _finish(reader) == ""
@@ -215,6 +226,19 @@ def test_a_trainer_killed_at_any_moment_leaves_something_that_works(start: Start
     assert _segments(channel) == []
 
 
+def test_ctrl_c_in_a_trainer_leaves_no_segment_and_no_publication(start: Start, channel: Path) -> None:
+    for _ in range(4):
+        trainer = start("trainer")
+        assert _line(trainer) == "published 2"
+        trainer.send_signal(signal.SIGINT)
+        trainer.communicate(timeout=60)
+        assert trainer.returncode == -signal.SIGINT
+        assert _segments(channel) == []
+        assert not (channel / "LATEST").exists()
+    with WeightPublisher(channel) as publisher:
+        assert publisher.epoch == 5
+
+
 def test_retire_removes_what_a_dead_trainer_left_and_nothing_twice(start: Start, channel: Path) -> None:
     dead = start("publish")
     _line(dead)
@@ -254,7 +278,7 @@ def test_closing_removes_publication_and_memory_and_lets_the_next_in(channel: Pa
         assert {entry.name for entry in channel.iterdir()} == {"EPOCH", "LEASES", "holders"}
 
 
-# --- what is published -----------------------------------------------------------------------------------------------
+# --- what is published -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -343,7 +367,7 @@ def test_superseded_manifests_are_removed(publisher: WeightPublisher, channel: P
     assert [path.name for path in channel.glob("manifest-*")] == [json.loads(_latest(channel))["file"]]
 
 
-# --- what is refused, and that nothing changed -----------------------------------------------------------------------
+# --- what is refused, and that nothing changed -----------------------------------------------------
 
 
 def _broken(**changes: Any) -> dict[str, Any]:

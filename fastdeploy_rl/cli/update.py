@@ -13,6 +13,7 @@ _EXAMPLES = """\
 def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "update", "take a published version over on all ranks, or none", _EXAMPLES)
     parser.add_argument("version", nargs="?", default=None, metavar="VERSION", help="as `3.1200` (default: the newest)")
+    parser.add_argument("--force", action="store_true", help="also a version that goes back, or the one that is live")
     add_engine(parser)
     add_deadline(parser, 30.0)
     add_json(parser)
@@ -23,6 +24,6 @@ def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.control.controller import EngineController
 
     with EngineController(options.engine) as engine:
-        report = engine.update(options.version, deadline_s=options.deadline)
+        report = engine.update(options.version, deadline_s=options.deadline, force=options.force)
     print_report(report, as_json=options.json)
     return 0

@@ -21,6 +21,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.version import WeightVersion
 
 CONNECT_S = 5.0
 STATUS_S = 10.0
@@ -45,19 +46,21 @@ class HttpEngine:
             base_url=self._url, timeout=httpx.Timeout(STATUS_S, connect=CONNECT_S), transport=transport
         )
 
-    def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport:
+    def update(
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+    ) -> UpdateReport:
         """Takes the version (the newest for None) over, on all ranks or none; raises what the engine raised."""
-        body = {"deadline_s": deadline_s} | ({} if version is None else {"version": str(version)})
+        body = {"deadline_s": deadline_s, "force": force} | ({} if version is None else {"version": str(version)})
         return self._call("POST", "/v1/weights/update", UpdateReport, deadline_s, json=body)
 
-    def clear(self, *, deadline_s: float) -> UpdateReport:
+    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
         """Frees weights and KV cache on all ranks."""
         return self._call("POST", "/v1/weights/clear", UpdateReport, deadline_s, json={"deadline_s": deadline_s})
 
     def status(self) -> EngineStatus:
         return self._call("GET", "/v1/weights", EngineStatus, STATUS_S)
 
-    def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt:
+    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
         """The proof of the last commit; with `recompute` checked against live memory, ChecksumMismatchError where it
         differs."""
         query = {"recompute": "true" if recompute else "false", "deadline_s": deadline_s}

@@ -12,8 +12,9 @@ Retry-After and the reason.
     GET  /clear_load_weight          FastDeploy: 200, 400, 403, 404; 409 rejected
     GET  /update_model_weight        FastDeploy: 200, 400, 403, 404; 409 rejected
     GET  /v1/weights                 status and live version
+    GET  /v1/weights/report          of the last command, also where the status word asked for it
     GET  /v1/weights/receipt         the proof; ?recompute=true reads live memory again
-    POST /v1/weights/update          {"version"?, "deadline_s"?} -> report
+    POST /v1/weights/update          {"version"?, "deadline_s"?, "force"?} -> report
     POST /v1/weights/clear           {"deadline_s"?} -> report
 """
 
@@ -40,10 +41,11 @@ RETRY_AFTER_S = 1
 
 
 class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/weights/update. No version means the newest."""
+    """POST /v1/weights/update. No version means the newest; `force` allows one that goes back."""
 
     version: str | None = None
     deadline_s: float = Deadlines.update_s
+    force: bool = False
 
 
 class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +121,10 @@ def _add_weight_routes(app: FastAPI, weights: WeightsService) -> None:
     async def status() -> Response:
         return _json(await weights.status())
 
+    @app.get("/v1/weights/report")
+    async def report() -> Response:
+        return _json(await weights.last_report())
+
     @app.get("/v1/weights/receipt")
     async def receipt(request: Request) -> Response:
         recompute = _flag(request, "recompute")
@@ -127,7 +133,7 @@ def _add_weight_routes(app: FastAPI, weights: WeightsService) -> None:
     @app.post("/v1/weights/update")
     async def update(request: Request) -> Response:
         body = _decode(await _read_body(request), UpdateBody)
-        return _json(await weights.update(body.version, deadline_s=body.deadline_s))
+        return _json(await weights.update(body.version, deadline_s=body.deadline_s, force=body.force))
 
     @app.post("/v1/weights/clear")
     async def clear(request: Request) -> Response:

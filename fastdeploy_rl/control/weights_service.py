@@ -36,7 +36,7 @@ _ResultT = TypeVar("_ResultT")
 class WeightsClient(Protocol):
     """Commands to an engine, blocking; the errors of the tree. One command at a time."""
 
-    def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport: ...
+    def update(self, version: str | None = None, *, deadline_s: float, force: bool = False) -> UpdateReport: ...
     def clear(self, *, deadline_s: float) -> UpdateReport: ...
     def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt: ...
 
@@ -76,9 +76,11 @@ class WeightsService:
         if not status.is_serving:
             raise NotServingError(status.reason or f"the engine is {status.admission}")
 
-    async def update(self, version: str | None, *, deadline_s: float) -> UpdateReport:
+    async def update(self, version: str | None, *, deadline_s: float, force: bool = False) -> UpdateReport:
         _check_deadline(deadline_s)
-        return await self._command(CommandKind.UPDATE, lambda client: client.update(version, deadline_s=deadline_s))
+        return await self._command(
+            CommandKind.UPDATE, lambda client: client.update(version, deadline_s=deadline_s, force=force)
+        )
 
     async def clear(self, *, deadline_s: float) -> UpdateReport:
         _check_deadline(deadline_s)
@@ -129,6 +131,13 @@ class WeightsService:
     def _ask(self, call: Callable[[WeightsClient], _ResultT]) -> _ResultT:
         with self._board.open_client() as client:
             return call(client)
+
+    async def last_report(self) -> UpdateReport:
+        """Of the last command, whoever asked for it. RequestError before the first."""
+        command = (await self.status()).commands_done
+        if command < 1:
+            raise RequestError("there is no report yet: the engine has had no weight command")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._board.read_report, command)
 
     async def new_reports(self) -> list[UpdateReport]:
         """Of the commands since the last call; those that were dropped meanwhile are left out."""

@@ -93,8 +93,8 @@ class ScriptedBoard:
             ranks=[RankStatus(rank=0, pid=1, phase="idle", command=0, version="1.1", heartbeat_age_s=0.1)],
         )
 
-    def update(self, version: str | None = None, *, deadline_s: float) -> UpdateReport:
-        return self._command("update", version, deadline_s)
+    def update(self, version: str | None = None, *, deadline_s: float, force: bool = False) -> UpdateReport:
+        return self._command("update", version, deadline_s, *(["force"] if force else []))
 
     def clear(self, *, deadline_s: float) -> UpdateReport:
         return self._command("clear", deadline_s)

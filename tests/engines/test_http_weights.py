@@ -21,6 +21,7 @@ from fastdeploy_rl.errors import (
     FastDeployRLError,
     NoPublicationError,
 )
+from fastdeploy_rl.version import WeightVersion
 from tests.engines.fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face
 
 
@@ -158,6 +159,12 @@ def test_metrics_tell_each_command_once(weights: Weights) -> None:
         assert 'fastdeploy_rl_step_seconds_count{step="install"} 1.0' in page
 
 
+def test_last_report_is_there_once_a_command_was(weights: Weights) -> None:
+    assert weights.get("/v1/weights/report").status_code == 400
+    weights.get(CLEAR)
+    assert weights.get("/v1/weights/report").json()["kind"] == "clear"
+
+
 def test_receipt_flags(weights: Weights) -> None:
     assert weights.get("/v1/weights/receipt?recompute=true&deadline_s=3").json()["content_digest"] == "c0"
     assert weights.board.calls == [("receipt", True, 3.0)]
@@ -190,10 +197,12 @@ def engine(weights: Weights) -> Iterator[HttpEngine]:
 
 def test_client_gives_reports_status_and_receipts(weights: Weights, engine: HttpEngine) -> None:
     assert engine.update("1.2", deadline_s=5).version == "1.2"
+    assert engine.update(WeightVersion(1, 1), deadline_s=5, force=True).version == "1.2"
+    assert weights.board.calls == [("update", "1.2", 5.0), ("update", "1.1", 5.0, "force")]
     assert engine.clear(deadline_s=5).kind == "clear"
     assert engine.status().version == "1.1"
     assert engine.receipt(recompute=True, deadline_s=5) == RECEIPT
-    assert [call[0] for call in weights.board.calls] == ["update", "clear", "receipt"]
+    assert [call[0] for call in weights.board.calls] == ["update", "update", "clear", "receipt"]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ class EngineState:
                 self._exchange(value)  # no command: a foreign NORMAL or CLEARED, or noise; show the truth again
                 return None
             self._pending, self._shown = LegacyCommand(value), LegacyStatus(value)
+            self.show()
             return self._pending
 
     def end_legacy_command(self) -> None:
@@ -164,31 +165,29 @@ class EngineState:
             self.show()
 
     def show(self) -> None:
-        """Writes status record and words as they must read now."""
+        """Writes the status record and then the words, so that whoever a word wakes reads a record that is not older."""
         with self._lock:
             answer = answer_at_admission(self.lifecycle)
-            reason = (
-                f"{answer.reason}: {self._reason}" if self.lifecycle.admission is Admission.FENCED else answer.reason
-            )
-            self._exchange(self._shown)
+            is_fenced = self.lifecycle.admission is Admission.FENCED
             record = layout.StatusRecord(
                 admission=self.lifecycle.admission.value,
                 update=self.lifecycle.update.value,
                 version=self.version,
                 content_digest=self.content_digest,
-                legacy_status=self._shown,
+                legacy_status=legacy_word(self.lifecycle, self._pending),
                 is_serving=int(answer.is_served),
                 commands_done=self.commands_done,
-                reason=reason,
+                reason=f"{answer.reason}: {self._reason}" if is_fenced else answer.reason,
             )
             self._board.write(record, layout.STATUS_OFFSET)
+            self._show_others()
+            self._exchange(self._shown)
 
     def _exchange(self, expected: int) -> None:
         wanted = legacy_word(self.lifecycle, self._pending)
         found = self._weights_word.load() if wanted == expected else self._weights_word.exchange(expected, wanted)
         if found == expected:
             self._shown = wanted
-            self._show_others()
 
     def _show_others(self) -> None:
         is_dropped = self.lifecycle.kv_cache is Residency.DROPPED

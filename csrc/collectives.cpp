@@ -225,8 +225,8 @@ bool CollectiveGroup::has_passed(uint64_t& gate) const {
   return (gate & but_arrivals) != open_gate(generation_, step_);
 }
 
-// Looks for a while before it sleeps: to be put to sleep and woken costs more. In between it offers its core to the ranks it
-// waits for; all the time where there are more ranks than cores.
+// Looks for a while before it sleeps: to be put to sleep and woken costs more. In between it offers its core to the
+// ranks it waits for; all the time where there are more ranks than cores.
 bool CollectiveGroup::spin(uint64_t& gate) const {
   if (has_passed(gate)) return true;
   for (const int64_t until = monotonic_ns() + kSpinNs; monotonic_ns() < until;) {

@@ -4,7 +4,7 @@ namespace fastdeploy_rl {
 
 namespace {
 
-// z(z+1)/2 and z(z+1)(z+2)/6 mod 2^64, exact for every z: the divisions are made before the products can wrap.
+// The divisions are made before the products can wrap.
 uint64_t triangular(uint64_t z) { return z % 2 == 0 ? z / 2 * (z + 1) : z * (z / 2 + 1); }
 
 uint64_t tetrahedral(uint64_t z) {
@@ -46,7 +46,7 @@ struct LaneTable {
 };
 
 template <int64_t L>
-Sums combine(const Lanes& lanes) {
+Sums combine_lanes(const Lanes& lanes) {
   static constexpr LaneTable<L> table;
   Sums sums, plain;
   for (int64_t lane = 0; lane < L; ++lane) {
@@ -64,10 +64,11 @@ Sums combine(const Lanes& lanes) {
 
 }  // namespace
 
-Sums shift(const Sums& sums, uint64_t num_words) {
-  const uint64_t z = num_words, t2 = triangular(z), t3 = tetrahedral(z);
-  return {sums.a, sums.b + z * sums.a, sums.c + z * sums.b + t2 * sums.a,
-          sums.d + z * sums.c + t2 * sums.b + t3 * sums.a};
+Gap::Gap(uint64_t num_words) : z(num_words), t2(triangular(num_words)), t3(tetrahedral(num_words)) {}
+
+Sums shift(const Sums& sums, const Gap& gap) {
+  return {sums.a, sums.b + gap.z * sums.a, sums.c + gap.z * sums.b + gap.t2 * sums.a,
+          sums.d + gap.z * sums.c + gap.t2 * sums.b + gap.t3 * sums.a};
 }
 
 Sums append(const Sums& first, const Sums& second, uint64_t num_words_second) {
@@ -76,7 +77,15 @@ Sums append(const Sums& first, const Sums& second, uint64_t num_words_second) {
   return sums;
 }
 
-Sums combine_8_lanes(const Lanes& lanes) { return combine<8>(lanes); }
-Sums combine_16_lanes(const Lanes& lanes) { return combine<16>(lanes); }
+Sums combine(const Lanes& lanes, int num_lanes) {
+  switch (num_lanes) {
+    case 16:
+      return combine_lanes<16>(lanes);
+    case 8:
+      return combine_lanes<8>(lanes);
+    default:
+      return {lanes.a[0], lanes.b[0], lanes.c[0], lanes.d[0]};
+  }
+}
 
 }  // namespace fastdeploy_rl

@@ -28,18 +28,40 @@ struct Sums {
   }
 };
 
-// The sums once `num_words` zero words follow.
-Sums shift(const Sums& sums, uint64_t num_words);
+// What it takes to let z zero words follow: z, z(z+1)/2 and z(z+1)(z+2)/6 mod 2^64, exact for every z.
+struct Gap {
+  uint64_t z, t2, t3;
+
+  explicit Gap(uint64_t num_words);
+};
+
+// The sums once the words of the gap, all zero, follow.
+Sums shift(const Sums& sums, const Gap& gap);
+inline Sums shift(const Sums& sums, uint64_t num_words) { return shift(sums, Gap(num_words)); }
 
 // `first` followed by `second`, which has `num_words_second` words.
 Sums append(const Sums& first, const Sums& second, uint64_t num_words_second);
 
-// Word i went into lane i % num_lanes, and each lane ran its own fletcher4 (Lanes::a[lane] and so on): the sums of the
-// words in their order. num_lanes is 8 or 16.
+// Word i went into lane i % num_lanes, and each lane ran its own fletcher4: lane l has the sums a[l], b[l], c[l], d[l].
+constexpr int kMaxLanes = 16;
 struct Lanes {
-  alignas(64) uint64_t a[16], b[16], c[16], d[16];
+  alignas(64) uint64_t a[kMaxLanes], b[kMaxLanes], c[kMaxLanes], d[kMaxLanes];
 };
-Sums combine_8_lanes(const Lanes& lanes);
-Sums combine_16_lanes(const Lanes& lanes);
+
+// The sums of the words in their order. num_lanes is 1, 8 or 16.
+Sums combine(const Lanes& lanes, int num_lanes);
+
+// Each lane of `sums`, a gap counted in words of a lane, and then the lane of `next`. Compilers turn it into vectors
+// for the target of the calling function.
+template <int kNumLanes>
+[[gnu::always_inline]] inline void append_lanes(Lanes& sums, const Gap& gap, const Lanes& next) {
+  for (int lane = 0; lane < kNumLanes; ++lane) {
+    const uint64_t a = sums.a[lane], b = sums.b[lane], c = sums.c[lane];
+    sums.d[lane] += gap.z * c + gap.t2 * b + gap.t3 * a + next.d[lane];
+    sums.c[lane] += gap.z * b + gap.t2 * a + next.c[lane];
+    sums.b[lane] += gap.z * a + next.b[lane];
+    sums.a[lane] += next.a[lane];
+  }
+}
 
 }  // namespace fastdeploy_rl

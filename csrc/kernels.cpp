@@ -30,12 +30,19 @@ Sums sum_scalar(const uint8_t* source, size_t num_words) {
   return sums;
 }
 
-Sums sum_blocks_scalar(const uint8_t* source, size_t num_blocks) {
-  return sum_scalar(source, num_blocks * kBlockWords);
+void put_in_one_lane(const Sums& sums, Lanes& lanes) {
+  lanes.a[0] = sums.a;
+  lanes.b[0] = sums.b;
+  lanes.c[0] = sums.c;
+  lanes.d[0] = sums.d;
 }
 
-// Sums what is still in the nearest cache.
-Sums copy_sum_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_blocks, Store) {
+void sum_blocks_scalar(const uint8_t* source, size_t num_blocks, Lanes& lanes) {
+  put_in_one_lane(sum_scalar(source, num_blocks * kBlockWords), lanes);
+}
+
+// Block by block, so that what is summed is still in the nearest cache.
+void copy_sum_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_blocks, Store, Lanes& lanes) {
   Sums sums;
   for (size_t block = 0; block < num_blocks; ++block, source += kBlockBytes, target += kBlockBytes) {
     for (size_t i = 0; i < kBlockWords; ++i) {
@@ -45,8 +52,10 @@ Sums copy_sum_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_b
     }
     std::memcpy(target, source, kBlockBytes);
   }
-  return sums;
+  put_in_one_lane(sums, lanes);
 }
+
+void append_scalar(Lanes& sums, const Gap& gap, const Lanes& next) { append_lanes<1>(sums, gap, next); }
 
 void copy_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_blocks, Store) {
   std::memcpy(target, source, num_blocks * kBlockBytes);
@@ -84,7 +93,7 @@ const BlockKernels* best() {
                        [](const BlockKernels* k) { return runs_here(*k); });
 }
 
-std::atomic<const BlockKernels*>& chosen() {
+std::atomic<const BlockKernels*>& choice_of_kernels() {
   static std::atomic<const BlockKernels*> choice{best()};
   return choice;
 }
@@ -94,6 +103,20 @@ size_t bytes_to_boundary(const uint8_t* target) {
   return (kBlockBytes - reinterpret_cast<uintptr_t>(target) % kBlockBytes) % kBlockBytes;
 }
 
+Sums sum_blocks(const uint8_t* source, size_t num_blocks) {
+  const BlockKernels& chosen = kernels();
+  Lanes lanes;
+  chosen.sum(source, num_blocks, lanes);
+  return combine(lanes, chosen.num_lanes);
+}
+
+Sums copy_sum_blocks(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
+  const BlockKernels& chosen = kernels();
+  Lanes lanes;
+  chosen.copy_sum(source, target, num_blocks, store, lanes);
+  return combine(lanes, chosen.num_lanes);
+}
+
 Sums copy_sum_few(const uint8_t* source, uint8_t* target, size_t num_words) {
   std::memcpy(target, source, num_words * kWordBytes);
   return sum_scalar(source, num_words);
@@ -101,15 +124,17 @@ Sums copy_sum_few(const uint8_t* source, uint8_t* target, size_t num_words) {
 
 }  // namespace
 
-const BlockKernels scalar_kernels = {"scalar",           sum_blocks_scalar,  copy_sum_blocks_scalar,
-                                     copy_blocks_scalar, f32_to_bf16_scalar, bf16_to_f32_scalar};
+const BlockKernels scalar_kernels = {"scalar",           1,
+                                     sum_blocks_scalar,  copy_sum_blocks_scalar,
+                                     append_scalar,      copy_blocks_scalar,
+                                     f32_to_bf16_scalar, bf16_to_f32_scalar};
 
-const BlockKernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
+const BlockKernels& kernels() { return *choice_of_kernels().load(std::memory_order_relaxed); }
 
 void use_kernels(const std::string& level) {
   for (const BlockKernels* candidate : kCandidates) {
     if (candidate->level != level || !runs_here(*candidate)) continue;
-    chosen().store(candidate);
+    choice_of_kernels().store(candidate);
     return;
   }
   throw std::invalid_argument("no kernels of level '" + level + "' on this machine");
@@ -117,7 +142,7 @@ void use_kernels(const std::string& level) {
 
 Sums sum_words(const uint8_t* source, size_t num_words) {
   const size_t num_blocks = num_words / kBlockWords, rest = num_words % kBlockWords;
-  const Sums body = num_blocks == 0 ? Sums{} : kernels().sum(source, num_blocks);
+  const Sums body = num_blocks == 0 ? Sums{} : sum_blocks(source, num_blocks);
   if (rest == 0) return body;
   return append(body, sum_scalar(source + num_blocks * kBlockBytes, rest), rest);
 }
@@ -132,7 +157,7 @@ Sums copy_sum_words(const uint8_t* source, uint8_t* target, size_t num_words, St
   target += head * kWordBytes;
   const size_t num_blocks = (num_words - head) / kBlockWords, rest = (num_words - head) % kBlockWords;
   if (num_blocks != 0) {
-    sums = append(sums, kernels().copy_sum(source, target, num_blocks, store), num_blocks * kBlockWords);
+    sums = append(sums, copy_sum_blocks(source, target, num_blocks, store), num_blocks * kBlockWords);
   }
   if (rest == 0) return sums;
   return append(sums, copy_sum_few(source + num_blocks * kBlockBytes, target + num_blocks * kBlockBytes, rest), rest);

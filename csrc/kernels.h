@@ -17,8 +17,10 @@ enum class Store { cached, streamed };
 constexpr size_t kBlockBytes = 64;
 struct BlockKernels {
   const char* level;
-  Sums (*sum)(const uint8_t* source, size_t num_blocks);
-  Sums (*copy_sum)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store);
+  int num_lanes;
+  void (*sum)(const uint8_t* source, size_t num_blocks, Lanes& lanes);
+  void (*copy_sum)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store, Lanes& lanes);
+  void (*append)(Lanes& sums, const Gap& gap, const Lanes& next);
   void (*copy)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store);
   void (*f32_to_bf16)(const uint8_t* source, uint8_t* target, size_t num_values);
   void (*bf16_to_f32)(const uint8_t* source, uint8_t* target, size_t num_values);

@@ -37,13 +37,11 @@ AVX2_INLINE void interleave(__m256i even, __m256i odd, uint64_t* lanes) {
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 4), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-AVX2_INLINE Sums finish(const Accumulators& even, const Accumulators& odd) {
-  Lanes lanes;
+AVX2_INLINE void finish(const Accumulators& even, const Accumulators& odd, Lanes& lanes) {
   interleave(even.a, odd.a, lanes.a);
   interleave(even.b, odd.b, lanes.b);
   interleave(even.c, odd.c, lanes.c);
   interleave(even.d, odd.d, lanes.d);
-  return combine_8_lanes(lanes);
 }
 
 AVX2_INLINE __m256i read(const uint8_t* source) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)); }
@@ -57,17 +55,17 @@ AVX2_INLINE void write(uint8_t* target, __m256i vector) {
   }
 }
 
-AVX2 Sums sum(const uint8_t* source, size_t num_blocks) {
+AVX2 void sum(const uint8_t* source, size_t num_blocks, Lanes& lanes) {
   Accumulators even{}, odd{};
   for (size_t block = 0; block < num_blocks; ++block, source += kBlockBytes) {
     feed(even, odd, read(source));
     feed(even, odd, read(source + 32));
   }
-  return finish(even, odd);
+  finish(even, odd, lanes);
 }
 
 template <Store kStore>
-AVX2 Sums copy_sum_as(const uint8_t* source, uint8_t* target, size_t num_blocks) {
+AVX2 void copy_sum_as(const uint8_t* source, uint8_t* target, size_t num_blocks, Lanes& lanes) {
   Accumulators even{}, odd{};
   for (size_t block = 0; block < num_blocks; ++block, source += kBlockBytes, target += kBlockBytes) {
     const __m256i first = read(source), second = read(source + 32);
@@ -76,13 +74,15 @@ AVX2 Sums copy_sum_as(const uint8_t* source, uint8_t* target, size_t num_blocks)
     feed(even, odd, first);
     feed(even, odd, second);
   }
-  return finish(even, odd);
+  finish(even, odd, lanes);
 }
 
-Sums copy_sum(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
-  return store == Store::streamed ? copy_sum_as<Store::streamed>(source, target, num_blocks)
-                                  : copy_sum_as<Store::cached>(source, target, num_blocks);
+void copy_sum(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store, Lanes& lanes) {
+  const auto run = store == Store::streamed ? copy_sum_as<Store::streamed> : copy_sum_as<Store::cached>;
+  run(source, target, num_blocks, lanes);
 }
+
+AVX2 void append(Lanes& sums, const Gap& gap, const Lanes& next) { append_lanes<8>(sums, gap, next); }
 
 AVX2 void copy(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
   if (store == Store::cached) {
@@ -106,7 +106,7 @@ AVX2 void bf16_to_f32(const uint8_t* source, uint8_t* target, size_t num_values)
 
 }  // namespace
 
-const BlockKernels avx2_kernels = {"avx2", sum, copy_sum, copy, f32_to_bf16, bf16_to_f32};
+const BlockKernels avx2_kernels = {"avx2", 8, sum, copy_sum, append, copy, f32_to_bf16, bf16_to_f32};
 
 }  // namespace fastdeploy_rl
 

@@ -41,13 +41,11 @@ AVX512_INLINE void interleave(__m512i even, __m512i odd, uint64_t* lanes) {
   _mm512_store_si512(lanes + 8, _mm512_permutex2var_epi64(even, second, odd));
 }
 
-AVX512_INLINE Sums finish(const Accumulators& even, const Accumulators& odd) {
-  Lanes lanes;
+AVX512_INLINE void finish(const Accumulators& even, const Accumulators& odd, Lanes& lanes) {
   interleave(even.a, odd.a, lanes.a);
   interleave(even.b, odd.b, lanes.b);
   interleave(even.c, odd.c, lanes.c);
   interleave(even.d, odd.d, lanes.d);
-  return combine_16_lanes(lanes);
 }
 
 AVX512_INLINE __m512i read(const uint8_t* source) { return _mm512_loadu_si512(source); }
@@ -61,27 +59,29 @@ AVX512_INLINE void write(uint8_t* target, __m512i vector) {
   }
 }
 
-AVX512 Sums sum(const uint8_t* source, size_t num_blocks) {
+AVX512 void sum(const uint8_t* source, size_t num_blocks, Lanes& lanes) {
   Accumulators even{}, odd{};
   for (size_t block = 0; block < num_blocks; ++block, source += kBlockBytes) feed(even, odd, read(source));
-  return finish(even, odd);
+  finish(even, odd, lanes);
 }
 
 template <Store kStore>
-AVX512 Sums copy_sum_as(const uint8_t* source, uint8_t* target, size_t num_blocks) {
+AVX512 void copy_sum_as(const uint8_t* source, uint8_t* target, size_t num_blocks, Lanes& lanes) {
   Accumulators even{}, odd{};
   for (size_t block = 0; block < num_blocks; ++block, source += kBlockBytes, target += kBlockBytes) {
     const __m512i vector = read(source);
     write<kStore>(target, vector);
     feed(even, odd, vector);
   }
-  return finish(even, odd);
+  finish(even, odd, lanes);
 }
 
-Sums copy_sum(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
-  return store == Store::streamed ? copy_sum_as<Store::streamed>(source, target, num_blocks)
-                                  : copy_sum_as<Store::cached>(source, target, num_blocks);
+void copy_sum(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store, Lanes& lanes) {
+  const auto run = store == Store::streamed ? copy_sum_as<Store::streamed> : copy_sum_as<Store::cached>;
+  run(source, target, num_blocks, lanes);
 }
+
+AVX512 void append(Lanes& sums, const Gap& gap, const Lanes& next) { append_lanes<16>(sums, gap, next); }
 
 AVX512 void copy(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
   if (store == Store::cached) {
@@ -103,7 +103,7 @@ AVX512 void bf16_to_f32(const uint8_t* source, uint8_t* target, size_t num_value
 
 }  // namespace
 
-const BlockKernels avx512_kernels = {"avx512", sum, copy_sum, copy, f32_to_bf16, bf16_to_f32};
+const BlockKernels avx512_kernels = {"avx512", 16, sum, copy_sum, append, copy, f32_to_bf16, bf16_to_f32};
 
 }  // namespace fastdeploy_rl
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 
 #include "kernels.h"
 #include "threads.h"
@@ -17,62 +18,8 @@ constexpr size_t kPieceBytes = size_t{1} << 20;       // What a thread takes at 
 constexpr size_t kThreadedBytes = size_t{256} << 10;  // Fewer bytes are not worth a thread.
 constexpr size_t kStreamedBytes = size_t{4} << 20;    // More bytes than the inner caches keep.
 constexpr size_t kCastBlockValues = 2048;             // 8 KiB of F32 + 4 KiB of BF16 stay in the nearest cache.
+constexpr size_t kShortRowBytes = size_t{16} << 10;
 constexpr uint64_t kWordBytes = 4;
-
-[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
-
-size_t checked_count(int64_t value, const char* what) {
-  if (value < 0) refuse(std::string(what) + " must not be negative, got " + std::to_string(value));
-  return static_cast<size_t>(value);
-}
-
-// Bytes from the first byte of the first row to the last byte of the last one; saturates instead of wrapping.
-size_t extent(size_t rows, size_t row_bytes, size_t stride) {
-  if (rows == 0 || row_bytes == 0) return 0;
-  const unsigned __int128 bytes = static_cast<unsigned __int128>(rows - 1) * stride + row_bytes;
-  return bytes > SIZE_MAX ? SIZE_MAX : static_cast<size_t>(bytes);
-}
-
-void check_rows(const char* what, size_t offset, size_t stride, size_t rows, size_t row_bytes, size_t num_bytes) {
-  const std::string name(what);
-  if (rows > 1 && stride < row_bytes) {
-    refuse(name + " stride " + std::to_string(stride) + " is less than a row of " + std::to_string(row_bytes) +
-           " bytes");
-  }
-  if (offset > num_bytes || extent(rows, row_bytes, stride) > num_bytes - offset) {
-    refuse(name + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) + " bytes, stride " +
-           std::to_string(stride) + ", from offset " + std::to_string(offset) + " are not inside " +
-           std::to_string(num_bytes) + " bytes");
-  }
-}
-
-size_t cast_row_bytes(size_t row_bytes, Cast cast) {
-  switch (cast) {
-    case Cast::none:
-      return row_bytes;
-    case Cast::f32_to_bf16:
-      if (row_bytes % 4 != 0) refuse("row_bytes " + std::to_string(row_bytes) + " is no number of F32 values");
-      return row_bytes / 2;
-    case Cast::bf16_to_f32:
-      if (row_bytes % 2 != 0) refuse("row_bytes " + std::to_string(row_bytes) + " is no number of BF16 values");
-      if (row_bytes > SIZE_MAX / 2) refuse("row_bytes " + std::to_string(row_bytes) + " is too large");
-      return row_bytes * 2;
-  }
-  refuse("unknown cast");
-}
-
-void check_place(const char* what, const std::optional<Place>& place, size_t rows, size_t row_bytes) {
-  if (place) check_rows(what, place->offset, place->row_stride, rows, row_bytes, place->total_bytes);
-}
-
-void check_overlap(const Job& job) {
-  const size_t source_bytes = extent(job.rows, job.row_bytes, job.source_stride);
-  const size_t target_bytes = extent(job.rows, job.target_row_bytes, job.target_stride);
-  const auto source = reinterpret_cast<uintptr_t>(job.source), target = reinterpret_cast<uintptr_t>(job.target);
-  if (source < target + target_bytes && target < source + source_bytes) refuse("source and target overlap");
-}
-
-uint64_t words_of(uint64_t num_bytes) { return num_bytes / kWordBytes + (num_bytes % kWordBytes != 0); }
 
 // A run of bytes from position `start` of a tensor: a first word that may miss its lower bytes, whole words, and a last
 // word that may miss its upper ones.
@@ -126,6 +73,98 @@ Sums placed(const Sums& sums, const Place& place, uint64_t start, size_t num_byt
   return shift(sums, words_of(place.total_bytes) - words_of(start + num_bytes));
 }
 
+// Short rows whose lanes can run on from row to row, so that they are combined once for all rows: whole blocks, a whole
+// number of blocks apart, and no word that is shared between two rows.
+bool is_regular(const std::optional<Place>& place) {
+  return !place || (place->row_stride % kBlockBytes == 0 && place->offset % kWordBytes == 0);
+}
+
+bool has_regular_rows(const Job& job) {
+  return (job.read || job.live) && job.row_bytes % kBlockBytes == 0 && job.target_row_bytes % kBlockBytes == 0 &&
+         std::max(job.row_bytes, job.target_row_bytes) <= kShortRowBytes && is_regular(job.read) &&
+         is_regular(job.live);
+}
+
+// The sums of rows at one place, kept as lanes.
+class RowSums {
+ public:
+  explicit RowSums(const std::optional<Place>& place)
+      : place_(place), gap_(place ? place->row_stride / kWordBytes / static_cast<uint64_t>(kernels().num_lanes) : 0) {}
+
+  void append(const BlockKernels& kernels, const Lanes& row) {
+    if (place_) kernels.append(lanes_, gap_, row);
+  }
+
+  Sums finish(const BlockKernels& kernels, size_t last_row, size_t row_bytes) const {
+    if (!place_) return {};
+    return placed(combine(lanes_, kernels.num_lanes), *place_, position(*place_, last_row, 0), row_bytes);
+  }
+
+ private:
+  const std::optional<Place>& place_;
+  Gap gap_;
+  Lanes lanes_{};
+};
+
+class RegularRows {
+ public:
+  RegularRows(const Job& job, Store store)
+      : job_(job), store_(is_aligned(job) ? store : Store::cached), read_(job.read), live_(job.live) {}
+
+  JobSums run(size_t first, size_t num_rows) {
+    for (size_t row = first; row < first + num_rows; ++row) {
+      const uint8_t* source = job_.source + row * job_.source_stride;
+      uint8_t* target = job_.target == nullptr ? nullptr : job_.target + row * job_.target_stride;
+      if (job_.cast == Cast::none) {
+        copy(source, target);
+      } else {
+        cast(source, target);
+      }
+    }
+    const size_t last = first + num_rows - 1;
+    return {read_.finish(kernels_, last, job_.row_bytes), live_.finish(kernels_, last, job_.target_row_bytes)};
+  }
+
+ private:
+  static bool is_aligned(const Job& job) {
+    return (reinterpret_cast<uintptr_t>(job.target) | job.target_stride) % kBlockBytes == 0;
+  }
+
+  void copy(const uint8_t* source, uint8_t* target) {
+    const Lanes lanes = write(source, target, job_.row_bytes);
+    read_.append(kernels_, lanes);
+    live_.append(kernels_, lanes);
+  }
+
+  void cast(const uint8_t* source, uint8_t* target) {
+    if (job_.read) read_.append(kernels_, write(source, nullptr, job_.row_bytes));
+    alignas(kBlockBytes) uint8_t values[kShortRowBytes];
+    if (job_.cast == Cast::bf16_to_f32) {
+      kernels_.bf16_to_f32(source, values, job_.row_bytes / 2);
+    } else {
+      kernels_.f32_to_bf16(source, values, job_.row_bytes / 4);
+    }
+    live_.append(kernels_, write(values, target, job_.target_row_bytes));
+  }
+
+  // The lanes of a row that is copied, or only looked at where there is no target.
+  Lanes write(const uint8_t* source, uint8_t* target, size_t num_bytes) const {
+    Lanes lanes;
+    if (target == nullptr) {
+      kernels_.sum(source, num_bytes / kBlockBytes, lanes);
+    } else {
+      kernels_.copy_sum(source, target, num_bytes / kBlockBytes, store_, lanes);
+    }
+    return lanes;
+  }
+
+  const Job& job_;
+  const Store store_;
+  const BlockKernels& kernels_ = kernels();
+  RowSums read_, live_;
+};
+
+// Bytes of one job, in any shape.
 class Piece {
  public:
   Piece(const Job& job, Store store) : job_(job), store_(store) {}
@@ -134,6 +173,12 @@ class Piece {
   JobSums run(size_t begin, size_t end) {
     while (begin < end) {
       const size_t row = begin / job_.row_bytes, column = begin % job_.row_bytes;
+      const size_t num_rows = (end - begin) / job_.row_bytes;
+      if (column == 0 && num_rows > 1 && has_regular_rows(job_)) {
+        sums_ += RegularRows(job_, store_).run(row, num_rows);
+        begin += num_rows * job_.row_bytes;
+        continue;
+      }
       const size_t count = std::min(end - begin, job_.row_bytes - column);
       run_row(row, column, count);
       begin += count;
@@ -144,13 +189,16 @@ class Piece {
  private:
   void run_row(size_t row, size_t column, size_t count) {
     const uint8_t* source = job_.source + row * job_.source_stride + column;
-    if (job_.target == nullptr) {
-      look(source, row, column, count);
-    } else if (job_.cast == Cast::none) {
-      copy(source, job_.target + row * job_.target_stride + column, row, column, count);
+    if (job_.cast == Cast::none) {
+      copy(source, target_at(row, column), row, column, count);
     } else {
       cast(source, row, column, count);
     }
+  }
+
+  // nullptr where nothing is written.
+  uint8_t* target_at(size_t row, size_t column) const {
+    return job_.target == nullptr ? nullptr : job_.target + row * job_.target_stride + column;
   }
 
   void read(const uint8_t* source, size_t row, size_t column, size_t count) {
@@ -160,26 +208,27 @@ class Piece {
   }
 
   void write(const uint8_t* source, uint8_t* target, size_t row, size_t column, size_t count) {
-    if (!job_.live) return copy_bytes(source, target, count, store_);
-    const uint64_t start = position(*job_.live, row, column);
-    sums_.live += placed(copy_sum_run(source, target, count, start, store_), *job_.live, start, count);
+    if (job_.live) {
+      const uint64_t start = position(*job_.live, row, column);
+      sums_.live += placed(write_summed(source, target, count, start), *job_.live, start, count);
+    } else if (target != nullptr) {
+      copy_bytes(source, target, count, store_);
+    }
   }
 
-  void look(const uint8_t* source, size_t row, size_t column, size_t count) {
-    if (!job_.read && !job_.live) return;
-    const uint64_t start = position(job_.read ? *job_.read : *job_.live, row, column);
-    place_twice(sum_run(source, count, start), start, source, row, column, count);
+  Sums write_summed(const uint8_t* source, uint8_t* target, size_t count, uint64_t start) const {
+    return target == nullptr ? sum_run(source, count, start) : copy_sum_run(source, target, count, start, store_);
   }
 
   void copy(const uint8_t* source, uint8_t* target, size_t row, size_t column, size_t count) {
     if (!job_.read) return write(source, target, row, column, count);
     const uint64_t start = position(*job_.read, row, column);
-    place_twice(copy_sum_run(source, target, count, start, store_), start, source, row, column, count);
+    place_twice(write_summed(source, target, count, start), start, source, row, column, count);
   }
 
   // Without a cast the same bytes have both places; where they fall alike on words, the sums of one serve both.
   void place_twice(const Sums& sums, uint64_t start, const uint8_t* source, size_t row, size_t column, size_t count) {
-    if (job_.read) sums_.read += placed(sums, *job_.read, start, count);
+    sums_.read += placed(sums, *job_.read, start, count);
     if (!job_.live) return;
     const uint64_t live_start = position(*job_.live, row, column);
     const bool is_alike = start % kWordBytes == live_start % kWordBytes;
@@ -195,8 +244,7 @@ class Piece {
       read(source + done, row, column + done, num_values * source_value);
       (widens ? kernels().bf16_to_f32 : kernels().f32_to_bf16)(source + done, values, num_values);
       const size_t target_column = (column + done) / source_value * target_value;
-      uint8_t* target = job_.target + row * job_.target_stride + target_column;
-      write(values, target, row, target_column, num_values * target_value);
+      write(values, target_at(row, target_column), row, target_column, num_values * target_value);
       done += num_values * source_value;
     }
   }
@@ -234,8 +282,7 @@ class Pieces {
     const size_t begin = (piece - (index == 0 ? 0 : ends_[index - 1])) * kPieceBytes;
     const JobSums sums = Piece(job, store_).run(begin, std::min(begin + kPieceBytes, job.num_bytes()));
     const std::lock_guard<std::mutex> lock(mutex_);
-    sums_[index].read += sums.read;
-    sums_[index].live += sums.live;
+    sums_[index] += sums;
   }
 
   const std::vector<const Job*>& jobs_;
@@ -252,47 +299,8 @@ static_assert(kPieceBytes % 8 == 0, "a cut between pieces must not fall inside a
 
 }  // namespace
 
-Cast parse_cast(const std::string& name) {
-  if (name == "none") return Cast::none;
-  if (name == "F32_BF16") return Cast::f32_to_bf16;
-  if (name == "BF16_F32") return Cast::bf16_to_f32;
-  refuse("unknown cast '" + name + "': expected none, F32_BF16 or BF16_F32");
-}
-
-Place checked_place(int64_t offset, int64_t row_stride, int64_t total_bytes) {
-  return {checked_count(offset, "offset"), checked_count(row_stride, "row_stride"),
-          checked_count(total_bytes, "total_bytes")};
-}
-
-Job checked_job(Bytes source, Rows source_rows, std::optional<Bytes> target, Rows target_rows, int64_t rows,
-                int64_t row_bytes, Cast cast, std::optional<Place> read, std::optional<Place> live) {
-  Job job{};
-  job.rows = checked_count(rows, "rows");
-  job.row_bytes = checked_count(row_bytes, "row_bytes");
-  job.source_stride = checked_count(source_rows.stride, "source_stride");
-  job.target_stride = checked_count(target_rows.stride, "target_stride");
-  job.cast = cast;
-  job.target_row_bytes = cast_row_bytes(job.row_bytes, cast);
-  job.read = read;
-  job.live = live;
-  const size_t source_offset = checked_count(source_rows.offset, "source_offset");
-  check_rows("source", source_offset, job.source_stride, job.rows, job.row_bytes, source.num_bytes);
-  job.source = source.data + source_offset;
-  check_place("read_place", read, job.rows, job.row_bytes);
-  check_place("live_place", live, job.rows, job.target_row_bytes);
-  if (!target) {
-    if (cast != Cast::none) refuse("a cast needs a target");
-    return job;
-  }
-  const size_t target_offset = checked_count(target_rows.offset, "target_offset");
-  check_rows("target", target_offset, job.target_stride, job.rows, job.target_row_bytes, target->num_bytes);
-  job.target = target->data + target_offset;
-  check_overlap(job);
-  return job;
-}
-
 std::vector<JobSums> run_jobs(const std::vector<const Job*>& jobs, int num_threads) {
-  if (num_threads < 1) refuse("num_threads must be positive, got " + std::to_string(num_threads));
+  if (num_threads < 1) throw std::invalid_argument("num_threads must be positive, got " + std::to_string(num_threads));
   Pieces pieces(jobs);
   const int threads = pieces.num_bytes() < kThreadedBytes ? 1 : num_threads;
   run_on_threads(threads, [&pieces](int) { pieces.work(); });

@@ -1,64 +1,24 @@
-// Strided copies with an optional cast and with checksums taken in the same pass, spread over threads.
-// Works on jobs whose bounds somebody has checked (`checked_job`); knows nothing of Python.
+// Runs jobs: strided copies with an optional cast and with checksums taken in the same pass, spread over threads.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include "fletcher.h"
+#include "job.h"
 
 namespace fastdeploy_rl {
 
-enum class Cast { none, f32_to_bf16, bf16_to_f32 };
-
-// Rows start at offset + i * row_stride of a tensor of total_bytes.
-struct Place {
-  uint64_t offset;
-  uint64_t row_stride;
-  uint64_t total_bytes;
-};
-
-// Rows of a region in one buffer, as a caller gives them.
-struct Rows {
-  int64_t offset;
-  int64_t stride;
-};
-
-struct Bytes {
-  uint8_t* data;
-  size_t num_bytes;
-};
-
-struct Job {
-  const uint8_t* source;
-  size_t source_stride;
-  uint8_t* target;  // nullptr: only read.
-  size_t target_stride;
-  size_t rows;
-  size_t row_bytes;  // In the source.
-  size_t target_row_bytes;
-  Cast cast;
-  std::optional<Place> read;
-  std::optional<Place> live;
-
-  size_t num_bytes() const { return rows * row_bytes; }
-};
-
 struct JobSums {
   Sums read, live;
+
+  JobSums& operator+=(const JobSums& other) {
+    read += other.read;
+    live += other.live;
+    return *this;
+  }
 };
 
-Cast parse_cast(const std::string& name);
-
-Place checked_place(int64_t offset, int64_t row_stride, int64_t total_bytes);
-
-// std::invalid_argument says which bound is broken.
-Job checked_job(Bytes source, Rows source_rows, std::optional<Bytes> target, Rows target_rows, int64_t rows,
-                int64_t row_bytes, Cast cast, std::optional<Place> read, std::optional<Place> live);
-
+// std::invalid_argument when num_threads < 1. Sums of places that a job does not have are zero.
 std::vector<JobSums> run_jobs(const std::vector<const Job*>& jobs, int num_threads);
 
 }  // namespace fastdeploy_rl

@@ -123,10 +123,11 @@ class Place:
 class Region:
     """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an optional cast.
 
-    `source` / `target` are C-contiguous buffers, held until the Region dies; `target=None` only reads, for checksums at either place.
+    `source` / `target` are C-contiguous buffers, held until the Region dies. `target=None` writes nothing: both checksums are
+    computed as if it did.
     `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or "BF16_F32". `target` rows have row_bytes, half or double.
     `read_place` places the source bytes, `live_place` the bytes as written to the target (after the cast); None: not computed.
-    Source and target must not overlap.
+    The ranges from the first to the last byte of source and target must not overlap.
     """
 
     def __init__(

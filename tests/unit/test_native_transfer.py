@@ -243,26 +243,27 @@ def test_large_copies_split_among_threads_are_whole_and_summed(offset: int, num_
 
 
 @pytest.mark.parametrize("with_sums", [True, False])
-def test_column_slices_of_a_large_matrix_come_out_whole(with_sums: bool) -> None:
-    """Rows of 772 bytes, streamed, many to a piece."""
-    matrix = random_bytes(9000 * 2316, 6).reshape(9000, 2316)
-    target = np.zeros((9000, 772), np.uint8)
-    place = Place(772, 2316, matrix.size) if with_sums else None
+@pytest.mark.parametrize("width", [768, 772])
+def test_column_slices_of_a_large_matrix_come_out_whole(with_sums: bool, width: int) -> None:
+    """Streamed, many rows to a piece."""
+    matrix = random_bytes(9000 * 3 * width, 6).reshape(9000, 3 * width)
+    target = np.zeros((9000, width), np.uint8)
+    place = Place(width, 3 * width, matrix.size) if with_sums else None
     region = Region(
         source=matrix,
-        source_offset=772,
-        source_stride=2316,
+        source_offset=width,
+        source_stride=3 * width,
         rows=9000,
-        row_bytes=772,
+        row_bytes=width,
         target=target,
-        target_stride=772,
+        target_stride=width,
         read_place=place,
-        live_place=Place(0, 772, target.size) if with_sums else None,
+        live_place=Place(0, width, target.size) if with_sums else None,
     )
     ((read, live),) = transfer([region], 2)
-    np.testing.assert_array_equal(target, matrix[:, 772:1544])
+    np.testing.assert_array_equal(target, matrix[:, width : 2 * width])
     others = matrix.copy()
-    others[:, 772:1544] = 0
+    others[:, width : 2 * width] = 0
     whole, rest = numpy_fletcher4(matrix.reshape(-1)), numpy_fletcher4(others.reshape(-1))
     expected = tuple((x - y) % 2**64 for x, y in zip(whole, rest, strict=True))
     assert (read, live) == ((expected, numpy_fletcher4(target.reshape(-1))) if with_sums else (None, None))
@@ -314,13 +315,73 @@ def test_region_out_of_bounds_is_refused_and_touches_nothing(change: dict[str, A
     assert not target.any()
 
 
-def test_region_that_only_reads_can_neither_cast_nor_have_a_live_place() -> None:
-    source = random_bytes(32, 1)
-    base = {key: value for key, value in BASE.items() if key != "target_stride"}
-    with pytest.raises(ValueError, match="needs a target"):
-        Region(source=source, live_place=Place(0, 8, 32), **base)
-    with pytest.raises(ValueError, match="needs a target"):
-        Region(source=source, cast="F32_BF16", **base)
+@pytest.mark.parametrize(("row_bytes", "stride", "phase"), [(64, 192, 4), (60, 180, 0), (64, 192, 2), (68, 130, 1)])
+@pytest.mark.parametrize("cast", ["none", "F32_BF16", "BF16_F32"])
+def test_region_without_a_target_sums_what_it_would_have_written(
+    cast: str, row_bytes: int, stride: int, phase: int
+) -> None:
+    """Rows that are whole blocks take another way through the kernels than rows that are not."""
+    source = random_bytes(20 * stride, 9)
+    wide = {"none": row_bytes, "F32_BF16": row_bytes // 2, "BF16_F32": row_bytes * 2}[cast]
+    base: dict[str, Any] = {
+        "source": source,
+        "source_offset": 0,
+        "source_stride": stride,
+        "rows": 20,
+        "row_bytes": row_bytes,
+        "cast": cast,
+        "read_place": Place(phase, stride, 20 * stride + phase),
+        "live_place": Place(phase, wide, 20 * wide + phase),
+    }
+    target = np.zeros(20 * wide, np.uint8)
+    written = transfer([Region(target=target, target_stride=wide, **base)], 1)
+    assert written[0][1] == fletcher4(bytes(phase) + target.tobytes())
+    assert transfer([Region(**base)], 1) == written
+
+
+@QUIET
+@given(
+    rows=st.integers(2, 9),
+    blocks=st.integers(1, 20),
+    gaps=st.tuples(*[st.integers(0, 5)] * 4),
+    offsets=st.tuples(*[st.integers(0, 9)] * 4),
+    cast=st.sampled_from(["none", "F32_BF16", "BF16_F32"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_of_whole_blocks_are_summed_as_any_others(
+    rows: int, blocks: int, gaps: tuple[int, ...], offsets: tuple[int, ...], cast: str, seed: int
+) -> None:
+    """Short regular rows keep their sums in vector lanes from row to row."""
+    row_bytes = 128 * blocks
+    written_bytes = {"none": row_bytes, "F32_BF16": row_bytes // 2, "BF16_F32": row_bytes * 2}[cast]
+    sizes = (row_bytes, written_bytes, row_bytes, written_bytes)
+    layouts = [
+        Layout(4 * offset, size + 64 * gap, 4 * offset + rows * (size + 64 * gap))
+        for size, gap, offset in zip(sizes, gaps, offsets, strict=True)
+    ]
+    source_layout, target_layout, read, live = layouts
+    source, target = random_bytes(source_layout.num_bytes, seed), np.zeros(target_layout.num_bytes, np.uint8)
+    region = Region(
+        source=source,
+        source_offset=source_layout.offset,
+        source_stride=source_layout.stride,
+        rows=rows,
+        row_bytes=row_bytes,
+        target=target,
+        target_offset=target_layout.offset,
+        target_stride=target_layout.stride,
+        cast=cast,
+        read_place=Place(*read),
+        live_place=Place(*live),
+    )
+    payload = source_layout.rows_of(source, rows, row_bytes)
+    written = {
+        "none": lambda: payload,
+        "F32_BF16": lambda: to_bf16(payload.view("<u4")).view(np.uint8),
+        "BF16_F32": lambda: to_f32(payload.view("<u2")).view(np.uint8),
+    }[cast]()
+    assert transfer([region], 1) == [(fletcher4(read.scatter(payload, rows)), fletcher4(live.scatter(written, rows)))]
+    assert target.tobytes() == target_layout.scatter(written, rows)
 
 
 def test_source_that_overlaps_its_target_is_refused() -> None:

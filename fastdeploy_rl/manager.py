@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
@@ -194,12 +196,13 @@ class DynamicWeightManager:
         if handover is None:
             return
         record, command = handover.record, handover.command
+        stalled_since = time.monotonic()
         error = self._attempt(command.stall)
         if error is None:
             self._rendezvous.vote(number, Ballot.VERIFIED, phase="verified")
         else:
             self._rendezvous.vote(number, Ballot.FAILED, phase="failed", error=error.name, reason=error.text)
-        self._finish(record, command, self._decision(Question.COMMIT, record), error, has_stalled=True)
+        self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
 
     def _await_handover(self, number: int) -> _Handover | None:
         deadline = time.monotonic() + _HANDOVER_GRACE_NS / 1e9
@@ -241,7 +244,7 @@ class DynamicWeightManager:
             self._handovers.put(_Handover(record, command))
             os.eventfd_write(self.wake_fd, 1)
         else:
-            self._finish(record, command, Decision.NO, error, has_stalled=False)
+            self._finish(record, command, Decision.NO, error)
 
     def _write_staged(self, record: CommandRecord, command: RankCommand) -> None:
         receipt = command.receipt()
@@ -285,19 +288,19 @@ class DynamicWeightManager:
         command: RankCommand,
         decision: Decision,
         error: _Failure | None,
-        *,
-        has_stalled: bool,
+        stalled_since: float | None = None,
     ) -> None:
         """Follows the decision and says so. A stalled part that can neither be committed nor undone fences this
         rank."""
         is_committed = decision is Decision.YES
         failure = self._attempt(command.commit if is_committed else command.undo)
         fence_reason = ""
-        if failure is not None and has_stalled:
+        stall_seconds = 0.0 if stalled_since is None else time.monotonic() - stalled_since
+        if failure is not None and stalled_since is not None:
             fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
             self._fence()
         part = RankPart(
-            report=command.report(error.text if error else ""),
+            report=structs.replace(command.report(error.text if error else ""), stall_seconds=stall_seconds),
             receipt=command.receipt() if is_committed and not fence_reason else None,
             fence_reason=fence_reason,
         )

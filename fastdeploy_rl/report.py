@@ -36,10 +36,12 @@ class StepReport(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """One rank's part. `not_aliased` maps a parameter that was copied to the reason."""
+    """One rank's part. `stall_seconds`: from drain to the end of the commit, while no token could be made.
+    `not_aliased` maps a parameter that was copied to the reason."""
 
     rank: int
     steps: list[StepReport]
+    stall_seconds: float = 0.0
     apply_mode: str = ""
     aliased_bytes: int = 0
     copied_bytes: int = 0
@@ -48,7 +50,8 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """The story of one command. `reason` is empty when `outcome` is "done"; `receipt` is there after a done update."""
+    """The story of one command. `reason` is empty when `outcome` is "done"; `receipt` is there after a done update;
+    `stall_seconds` is that of the rank that stalled longest."""
 
     command: int
     kind: str

@@ -64,7 +64,6 @@ class Conduct:
     parts: list[RankPart] | None = None
     receipt: Receipt | None = None
     differing: list[tuple[str, int]] | None = None
-    stall_seconds: float = 0.0
 
 
 class Coordinator:
@@ -239,10 +238,8 @@ class Coordinator:
     def _conduct(self, command: CommandRecord, check_staged: Callable[[], None]) -> Conduct:
         """Votes, decisions, votes: returns what all ranks came to."""
         error = self._propose(command, Question.INSTALL, Ballot.STAGED, check_staged)
-        stalled = time.monotonic()
         if error is None:
             error = self._propose(command, Question.COMMIT, Ballot.VERIFIED, lambda: None)
-        stall_seconds = time.monotonic() - stalled
         is_done = error is None
         try:
             self._rendezvous.await_votes(command.number, Ballot.FINISHED, command.deadline_ns + _FINISH_GRACE_NS)
@@ -254,7 +251,7 @@ class Coordinator:
         if fenced:
             self._state.fence(fenced)
             return Conduct(Outcome.FENCED, StepFailedError(fenced), parts)
-        return Conduct(Outcome.DONE if is_done else Outcome.REJECTED, error, parts, stall_seconds=stall_seconds)
+        return Conduct(Outcome.DONE if is_done else Outcome.REJECTED, error, parts)
 
     def _propose(
         self, command: CommandRecord, question: Question, wanted: Ballot, check: Callable[[], None]
@@ -285,7 +282,7 @@ class Coordinator:
             version=version,
             previous_version=previous,
             seconds=seconds,
-            stall_seconds=conduct.stall_seconds,
+            stall_seconds=max((rank.stall_seconds for rank in ranks), default=0.0),
             ranks=ranks,
             error=type(conduct.error).__name__ if conduct.error else "",
             reason=str(conduct.error) if conduct.error else "",

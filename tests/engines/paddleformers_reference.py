@@ -13,11 +13,12 @@ from tiny_llama import Generated, write
 
 def main(job: dict[str, Any]) -> None:
     model = load(job["directory"])
+    if "save_to" in job:
+        model.save_pretrained(job["save_to"])
+        return
     outputs = [continue_greedily(model, prompt, job["max_tokens"]) for prompt in job["prompts"]]
     tokens = [own for own, _ in outputs]
     write(Path(job["out"]), alone=Generated(tokens, np.stack([logits for _, logits in outputs])))
-    if save_to := job.get("save_to"):
-        model.save_pretrained(save_to)
 
 
 def load(directory: str) -> Any:

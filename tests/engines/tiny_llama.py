@@ -4,7 +4,6 @@ Paddle warns while it is imported (about a compiler cache), which would fail eve
 """
 
 import json
-import os
 import subprocess
 import sys
 import uuid
@@ -124,7 +123,7 @@ def generate_over_ranks(
     job |= {"prompts": list(map(list, prompts)), "max_tokens": max_tokens, "num_alone": num_alone}
     with SharedSegment.create(segment, CollectiveGroup.required_bytes(num_ranks, SLOT_BYTES)) as meeting:
         try:
-            _run_all([_python("embedded_rank.py", job | {"rank": rank}) for rank in range(num_ranks)])
+            run_python("embedded_rank.py", *(job | {"rank": rank} for rank in range(num_ranks)))
         finally:
             meeting.unlink()
     return _read(out, "batched"), _read(out, "alone")
@@ -135,7 +134,7 @@ def generate_with_paddleformers(
 ) -> Generated:
     """What PaddleFormers' own LlamaForCausalLM makes of the same directory, one prompt after the other."""
     job = {"directory": str(directory), "prompts": list(map(list, prompts)), "max_tokens": max_tokens, "out": str(out)}
-    _run_all([_python("paddleformers_reference.py", job)])
+    run_python("paddleformers_reference.py", job)
     return _read(out, "alone")
 
 
@@ -151,25 +150,23 @@ def _read(out: Path, name: str) -> Generated:
         return Generated(arrays[f"{name}_tokens"].tolist(), arrays[f"{name}_logits"])
 
 
-def _python(script: str, job: Mapping[str, object]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-W", "ignore", str(HERE / script), msgspec.json.encode(job).decode()]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ))
-
-
-def _run_all(children: Sequence["subprocess.Popen[bytes]"], timeout_s: float = 100.0) -> None:
+def run_python(script: str, *jobs: Mapping[str, object], timeout_s: float = 100.0) -> None:
+    """Runs a program of this directory once for each job, all at once. RuntimeError: the output of one that failed."""
+    children = [_start(script, job) for job in jobs]
     try:
-        outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+        outputs = [child.communicate(timeout=timeout_s)[0].decode(errors="replace") for child in children]
     finally:
         for child in children:
             child.kill()
             child.communicate()
-    failed = [
-        output.decode(errors="replace")[-3000:]
-        for child, output in zip(children, outputs, strict=True)
-        if child.returncode
-    ]
+    failed = [output for output, child in zip(outputs, children, strict=True) if child.returncode]
     if failed:
-        raise RuntimeError(failed[0])
+        raise RuntimeError(failed[0][-3000:])
+
+
+def _start(script: str, job: Mapping[str, object]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-W", "ignore", str(HERE / script), msgspec.json.encode(job).decode()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

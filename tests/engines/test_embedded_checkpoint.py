@@ -1,0 +1,281 @@
+"""Checkpoints: every slice of every layout and dtype exact, and a broken one is one clear error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_llama import config, generate, make_checkpoint, open_runner, random_tensors, run_python
+
+from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint, save_checkpoint
+from fastdeploy_rl.engines.embedded.model_config import read_config
+from fastdeploy_rl.errors import CheckpointError, ConfigurationError
+
+LAYER = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model")
+
+
+def stored(directory: Path) -> dict[str, np.ndarray]:
+    with Checkpoint.open(directory) as checkpoint:
+        return dict(checkpoint.tensors())
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def write_file(path: Path, header: dict[str, dict[str, object]], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def change_header(directory: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
+    header, data = read_header(directory / "model.safetensors")
+    change(header)
+    write_file(directory / "model.safetensors", header, data)
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_was_saved_is_read_back_bitwise(directory: Path) -> None:
+    expected = random_tensors(directory, seed=0)
+    actual = stored(directory)
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], value) for name, value in expected.items())
+    assert all(value.flags.c_contiguous and value.dtype == np.float32 for value in actual.values())
+
+
+def test_saved_file_is_what_the_safetensors_library_reads_in_hugging_face_layout(directory: Path) -> None:
+    from safetensors.numpy import load_file
+
+    file = load_file(directory / "model.safetensors")
+    tensors = random_tensors(directory, seed=0)
+    assert np.array_equal(file[LAYER], tensors[LAYER].T)
+    assert np.array_equal(file["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+
+
+def test_saving_twice_gives_the_same_bytes(directory: Path, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "again", config(), dict(reversed(stored(directory).items())))
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_slices_of_all_ranks_tile_every_tensor(directory: Path, num_ranks: int) -> None:
+    whole = stored(directory)
+    with Checkpoint.open(directory) as checkpoint:
+        axes = {spec.name: spec.shard_axis for spec in checkpoint.specs}
+        ranks = [checkpoint.load(rank, num_ranks) for rank in range(num_ranks)]
+    for name, expected in whole.items():
+        slices = [views[name].numpy() for views in ranks]
+        joined = slices[0] if axes[name] is None else np.concatenate(slices, axis=axes[name])
+        assert np.array_equal(joined, expected), name
+
+
+def test_slices_lie_in_one_arena_at_aligned_offsets(directory: Path) -> None:
+    with Checkpoint.open(directory) as checkpoint:
+        views = checkpoint.load(0, 2)
+    assert len({id(view.mapping) for view in views.values()}) == 1
+    assert all(view.offset % 512 == 0 for view in views.values())
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_half_precision_is_widened_exactly(directory: Path, dtype: str) -> None:
+    header, data = read_header(directory / "model.safetensors")
+    metadata = header.pop("__metadata__")
+    values = np.frombuffer(data, np.float32)
+    halves = values.astype(np.float16) if dtype == "F16" else (values.view(np.uint32) >> 16).astype(np.uint16)
+    for entry in header.values():
+        entry |= {"dtype": dtype, "data_offsets": [offset // 2 for offset in entry["data_offsets"]]}
+    expected = stored(directory)
+    write_file(directory / "model.safetensors", {"__metadata__": metadata} | header, halves.tobytes())
+    for name, value in stored(directory).items():
+        bits = (expected[name].view(np.uint32) & 0xFFFF0000).view(np.float32)
+        assert np.array_equal(value, expected[name].astype(np.float16) if dtype == "F16" else bits)
+
+
+def test_shards_are_found_through_the_index(directory: Path) -> None:
+    expected = stored(directory)
+    split_into_shards(directory)
+    actual = stored(directory)
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], value) for name, value in expected.items())
+
+
+def split_into_shards(directory: Path) -> None:
+    header, data = read_header(directory / "model.safetensors")
+    header.pop("__metadata__")
+    (directory / "model.safetensors").unlink()
+    shards = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(header)}
+    for shard in set(shards.values()):
+        write_file(directory / shard, *subset(header, data, [name for name in header if shards[name] == shard]))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def subset(header: dict, data: bytes, names: list[str]) -> tuple[dict, bytes]:
+    chosen, taken = {}, b""
+    for name in names:
+        start, stop = header[name]["data_offsets"]
+        chosen[name] = header[name] | {"data_offsets": [len(taken), len(taken) + stop - start]}
+        taken += data[start:stop]
+    return chosen, taken
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_checkpoint_saved_by_paddleformers_is_read(tmp_path: Path, is_tied: bool) -> None:
+    """It writes Hugging Face's layout, in shards, with a tied head spelled out."""
+    source = make_checkpoint(tmp_path / "model", tie_word_embeddings=is_tied)
+    job = {"directory": str(source), "save_to": str(tmp_path / "saved")}
+    run_python("paddleformers_reference.py", job)
+    expected, actual = stored(source), stored(tmp_path / "saved")
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], value) for name, value in expected.items())
+    assert read_config(tmp_path / "saved") == read_config(source)
+
+
+def test_no_such_directory_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no such model directory: .*/nowhere"):
+        Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_truncated_file_names_file_and_tensor(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: truncated: tensor model\.norm\.weight ends at byte"
+    ):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "truncated: 0 bytes"),
+        (b"\xff" * 64, "truncated or no safetensors file"),
+        ((4).to_bytes(8, "little") + b"nope", "header is not a JSON object"),
+        ((2).to_bytes(8, "little") + b"[]", "header is not a JSON object"),
+        ((7).to_bytes(8, "little") + b'{"a":1}', "tensor a: broken header entry"),
+    ],
+)
+def test_file_that_is_no_safetensors_is_named(directory: Path, data: bytes, message: str) -> None:
+    (directory / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header.pop(LAYER), f"missing {LAYER}; surplus none"),
+        (lambda header: header.update(odd=header.pop(LAYER)), f"missing {LAYER}; surplus odd"),
+        (lambda header: header[LAYER].update(shape=[24, 96]), rf"{LAYER}: expected shape \[48, 48\], got \[24, 96\]"),
+        (lambda header: header[LAYER].update(dtype="I32"), f"{LAYER}: expected dtype F32 or BF16 or F16, got I32"),
+        (lambda header: header[LAYER].update(dtype="F64"), f"{LAYER}: shape .* does not fit"),
+        (lambda header: header[LAYER].update(dtype="F31"), f"{LAYER}: broken header entry: unknown dtype"),
+        (lambda header: header[LAYER].update(shape=[-48, -48]), f"{LAYER}: shape .* does not fit"),
+        (lambda header: header[LAYER].update(data_offsets=[0, 48 * 48 * 4]), "overlap"),
+        (lambda header: header[LAYER].update(data_offsets=[-4, 48 * 48 * 4 - 4]), f"{LAYER}: shape .* does not fit"),
+        (lambda header: header[LAYER].update(more=1), f"{LAYER}: broken header entry"),
+    ],
+)
+def test_wrong_tensor_is_named(directory: Path, change: Callable[[dict], object], message: str) -> None:
+    change_header(directory, change)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(directory)
+
+
+def test_tied_head_with_another_value_is_refused(directory: Path) -> None:
+    change_config(directory, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({LAYER: "../model.safetensors"}, "expected a file name in this directory"),
+        ({LAYER: "gone.safetensors"}, "gone.safetensors: No such file"),
+        ({"odd": "model.safetensors"}, "tensor odd is missing"),
+        ([], "weight_map: expected an object"),
+    ],
+)
+def test_broken_index_is_named(directory: Path, weight_map: object, message: str) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"model_type": "mamba"},
+            ConfigurationError,
+            "model_type: this engine computes 'llama', the model needs 'mamba'",
+        ),
+        ({"hidden_act": "gelu"}, ConfigurationError, "hidden_act"),
+        ({"attention_bias": True}, ConfigurationError, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ConfigurationError, "rope_scaling: .*'llama3'"),
+        ({"hidden_size": "48"}, CheckpointError, "hidden_size: expected a positive integer, got '48'"),
+        ({"vocab_size": 0}, CheckpointError, "vocab_size: expected a positive integer, got 0"),
+        ({"rms_norm_eps": -1}, CheckpointError, "rms_norm_eps: expected a positive number"),
+        ({"tie_word_embeddings": 1}, CheckpointError, "tie_word_embeddings: expected true or false"),
+        ({"eos_token_id": "x"}, CheckpointError, "eos_token_id: expected a token id"),
+        ({"num_key_value_heads": 4}, CheckpointError, "num_key_value_heads 4 does not divide num_attention_heads 6"),
+        ({"head_dim": 7}, CheckpointError, "head_dim: rotary embeddings need an even size"),
+    ],
+)
+def test_config_the_engine_cannot_run_is_named(
+    directory: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    change_config(directory, **changes)
+    with pytest.raises(error, match=message):
+        read_config(directory)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not a JSON object"), ("[]", "not a JSON object")])
+def test_config_that_is_no_json_is_named(directory: Path, text: str, message: str) -> None:
+    (directory / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read_config(directory)
+
+
+def test_missing_config_is_named(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
+        read_config(directory)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 4, 5])
+def test_rank_count_that_does_not_divide_names_what_and_what_would(directory: Path, num_ranks: int) -> None:
+    message = rf"does not split over {num_ranks} ranks: .*num_attention_heads 6.*can be 1, 2, 3, 6"
+    with pytest.raises(ConfigurationError, match=message):
+        read_config(directory).check_divides(num_ranks)
+
+
+def test_stop_tokens_of_both_files_count(directory: Path) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert read_config(directory).eos_token_ids == (2, 7)
+
+
+def test_rope_theta_of_newer_configurations_is_read(directory: Path) -> None:
+    change_config(directory, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert read_config(directory).rope_theta == 5e5
+
+
+def test_open_checkpoint_does_not_depend_on_the_file_afterwards(directory: Path) -> None:
+    """The engine keeps its own copy: a checkpoint may be deleted under a running engine."""
+    runner = open_runner(directory)
+    expected = generate(runner, [[5, 6, 7]], 8).tokens
+    shutil.rmtree(directory)
+    assert generate(runner, [[5, 6, 7]], 8).tokens == expected

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import MODEL, AbortingEngine, ScriptedBoard, ScriptedEngine, make_face
 
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
-from tests.engines.fake_engine import MODEL, AbortingEngine, ScriptedBoard, ScriptedEngine, make_face
 
 
 class Client:

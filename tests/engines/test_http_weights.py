@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face
 
 from fastdeploy_rl.control.client import HttpEngine
 from fastdeploy_rl.control.http_app import make_app
@@ -22,7 +23,6 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
 )
 from fastdeploy_rl.version import WeightVersion
-from tests.engines.fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face
 
 
 class Weights:

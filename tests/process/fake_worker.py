@@ -1,4 +1,4 @@
-"""A worker without a model, for tests of the supervisor: `python -m tests.process.fake_worker`.
+"""A worker without a model, for tests of the supervisor: module `fake_worker`.
 
 $FAKE_WORKER says what goes wrong, on rank 1: "fail" tells an error at start, "die" ends without a word, "hang" never
 gets ready, "stubborn" ignores every kind request to stop.

@@ -1,4 +1,4 @@
-"""An engine over fake workers as a process: `python -m tests.process.supervised '<json>'`; says what happens in JSON
+"""An engine over fake workers as a process, told by one JSON argument; says what happens in JSON
 lines."""
 
 import dataclasses
@@ -34,7 +34,7 @@ def main() -> int:
         port=settings["port"],
         board_port=settings["board_port"],
         log_dir=Path(settings["log_dir"]),
-        worker_module="tests.process.fake_worker",
+        worker_module="fake_worker",
     )
     config = dataclasses.replace(config, deadlines=Deadlines(stop_s=settings.get("stop_s", 10.0)))
     try:

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-
-from tests.process.tiny_llama import write_tiny_llama
+from served_model import write_tiny_llama
 
 DEADLINE_S = 30.0
+HERE = Path(__file__).parent
 
 
 class Engine:
@@ -27,9 +27,9 @@ class Engine:
         self.settings = settings
         self.events: list[dict[str, Any]] = []
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.process.supervised", json.dumps(settings)],
+            [sys.executable, str(HERE / "supervised.py"), json.dumps(settings)],
             stdout=subprocess.PIPE,
-            env=dict(os.environ) | {"FAKE_WORKER": fault},
+            env=dict(os.environ) | {"FAKE_WORKER": fault, "PYTHONPATH": str(HERE)},
         )
 
     def await_event(self, name: str) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from tiny_llama import Generated, write
 
 
 def main(job: dict[str, Any]) -> None:
-    model = load(job["directory"])
     if "save_to" in job:
-        model.save_pretrained(job["save_to"])
-        return
-    outputs = [continue_greedily(model, prompt, job["max_tokens"]) for prompt in job["prompts"]]
-    tokens = [own for own, _ in outputs]
-    write(Path(job["out"]), alone=Generated(tokens, np.stack([logits for _, logits in outputs])))
+        load(job["directory"]).save_pretrained(job["save_to"])
+    for case in job.get("cases", ()):
+        model = load(case["directory"])
+        answers = [follow(model, *pair) for pair in zip(case["prompts"], case["continuations"], strict=True)]
+        tokens = [own for own, _ in answers]
+        write(Path(case["out"]), alone=Generated(tokens, np.stack([logits for _, logits in answers])))
 
 
 def load(directory: str) -> Any:
@@ -29,19 +29,11 @@ def load(directory: str) -> Any:
     return model
 
 
-def continue_greedily(model: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], np.ndarray]:
-    """(new tokens, logits of the prompt's last token)"""
-    input_ids = paddle.to_tensor([prompt])
+def follow(model: Any, prompt: list[int], continuation: list[int]) -> tuple[list[int], np.ndarray]:
+    """(most likely token after each prefix, logits of the prompt's last token)"""
     with paddle.no_grad():
-        logits = model(input_ids)[0].numpy()[0, -1]
-        output, _ = model.generate(
-            input_ids=input_ids,
-            max_new_tokens=max_tokens,
-            decode_strategy="greedy_search",
-            eos_token_id=-1,
-            pad_token_id=0,
-        )
-    return output[0].tolist(), logits
+        logits = model(paddle.to_tensor([prompt + continuation[:-1]]))[0].numpy()[0, len(prompt) - 1 :]
+    return logits.argmax(axis=-1).tolist(), logits[0]
 
 
 if __name__ == "__main__":

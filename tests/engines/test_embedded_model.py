@@ -1,15 +1,17 @@
 """The embedded engine computes what PaddleFormers computes, on any number of ranks, batched or alone."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tiny_llama import (
     PROMPTS,
+    Case,
     Generated,
+    ask_paddleformers,
     generate,
     generate_alone,
     generate_over_ranks,
-    generate_with_paddleformers,
     make_checkpoint,
     open_runner,
     relative_error,
@@ -23,47 +25,59 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Generated]:
-    """A tiny checkpoint and what PaddleFormers makes of it."""
-    directory = make_checkpoint(tmp_path_factory.mktemp(request.param), **MODELS[request.param])
-    return directory, generate_with_paddleformers(directory, PROMPTS, NUM_TOKENS, directory / "reference.npz")
+class Tiny(NamedTuple):
+    """A checkpoint, what one rank makes of the prompts in one batch, and what PaddleFormers makes of them."""
+
+    directory: Path
+    actual: Generated
+    expected: Generated
 
 
-def test_logits_agree_with_paddleformers(model: tuple[Path, Generated]) -> None:
-    directory, expected = model
-    actual = generate(open_runner(directory), PROMPTS, 1)
-    assert relative_error(actual.logits, expected.logits) < 1e-4
+@pytest.fixture(scope="module")
+def all_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
+    """PaddleFormers takes seconds to import: it is asked about all models at once."""
+    out = tmp_path_factory.mktemp("models")
+    directories = {name: make_checkpoint(out / name, **changes) for name, changes in MODELS.items()}
+    actual = {name: generate(open_runner(path), PROMPTS, NUM_TOKENS) for name, path in directories.items()}
+    expected = ask_paddleformers([Case(directories[name], PROMPTS, actual[name]) for name in MODELS], out)
+    return {name: Tiny(directories[name], actual[name], answer) for name, answer in zip(MODELS, expected, strict=True)}
 
 
-def test_batch_gives_the_greedy_tokens_of_paddleformers(model: tuple[Path, Generated]) -> None:
-    directory, expected = model
-    assert generate(open_runner(directory), PROMPTS, NUM_TOKENS).tokens == expected.tokens
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, all_models: dict[str, Tiny]) -> Tiny:
+    return all_models[request.param]
 
 
-def test_alone_gives_the_greedy_tokens_of_paddleformers(model: tuple[Path, Generated]) -> None:
-    directory, expected = model
-    assert generate_alone(open_runner(directory), PROMPTS, NUM_TOKENS).tokens == expected.tokens
+def test_logits_agree_with_paddleformers(model: Tiny) -> None:
+    assert relative_error(model.actual.logits, model.expected.logits) < 1e-4
 
 
-def test_greedy_tokens_vary(model: tuple[Path, Generated]) -> None:
+def test_batch_gives_the_greedy_tokens_of_paddleformers(model: Tiny) -> None:
+    assert model.actual.tokens == model.expected.tokens
+
+
+def test_alone_gives_the_greedy_tokens_of_paddleformers(model: Tiny) -> None:
+    assert generate_alone(open_runner(model.directory), PROMPTS, NUM_TOKENS).tokens == model.expected.tokens
+
+
+def test_greedy_tokens_vary(model: Tiny) -> None:
     """Else the tests above would prove little."""
-    _, expected = model
-    assert len({tuple(tokens) for tokens in expected.tokens}) == len(PROMPTS)
-    assert min(len(set(tokens)) for tokens in expected.tokens) > 3
+    assert len({tuple(tokens) for tokens in model.expected.tokens}) == len(PROMPTS)
+    assert min(len(set(tokens)) for tokens in model.expected.tokens) > 3
 
 
-def test_chunked_prompt_gives_the_same_tokens(model: tuple[Path, Generated]) -> None:
+def test_chunked_prompt_gives_the_same_tokens(model: Tiny) -> None:
     """Prompts go through the model in pieces of seven tokens."""
-    directory, expected = model
-    assert generate_alone(open_runner(directory, max_step_tokens=7), PROMPTS, NUM_TOKENS).tokens == expected.tokens
+    assert (
+        generate_alone(open_runner(model.directory, max_step_tokens=7), PROMPTS, NUM_TOKENS).tokens
+        == model.expected.tokens
+    )
 
 
-def test_preempted_requests_give_the_same_tokens(model: tuple[Path, Generated]) -> None:
+def test_preempted_requests_give_the_same_tokens(model: Tiny) -> None:
     """Room for one of the longest requests: the five take turns."""
-    directory, expected = model
-    runner = open_runner(directory, max_model_len=144, num_kv_pages=9)
-    assert generate(runner, PROMPTS, NUM_TOKENS).tokens == expected.tokens
+    runner = open_runner(model.directory, max_model_len=144, num_kv_pages=9)
+    assert generate(runner, PROMPTS, NUM_TOKENS).tokens == model.expected.tokens
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_llama import (
     HERE,
+    Case,
     Generated,
+    ask_paddleformers,
     generate,
     generate_alone,
     generate_over_ranks,
-    generate_with_paddleformers,
     open_runner,
     relative_error,
 )
@@ -48,9 +49,16 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(directory: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Generated:
-    out = tmp_path_factory.mktemp("reference") / "reference.npz"
-    return generate_with_paddleformers(directory, prompts, NUM_TOKENS, out)
+def batched(directory: Path, prompts: list[list[int]]) -> Generated:
+    """One rank, all prompts at once."""
+    return generate(open_runner(directory), prompts, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(
+    directory: Path, prompts: list[list[int]], batched: Generated, tmp_path_factory: pytest.TempPathFactory
+) -> Generated:
+    return ask_paddleformers([Case(directory, prompts, batched)], tmp_path_factory.mktemp("reference"))[0]
 
 
 def test_made_model_is_what_its_sums_say(directory: Path) -> None:
@@ -60,14 +68,15 @@ def test_made_model_is_what_its_sums_say(directory: Path) -> None:
         assert hashlib.sha256((directory / name).read_bytes()).hexdigest() == digest
 
 
-def test_one_rank_agrees_with_paddleformers_batched_and_alone(
-    directory: Path, prompts: list[list[int]], expected: Generated
-) -> None:
-    runner = open_runner(directory)
-    batched = generate(runner, prompts, NUM_TOKENS)
+def test_batch_on_one_rank_agrees_with_paddleformers(batched: Generated, expected: Generated) -> None:
     assert relative_error(batched.logits, expected.logits) < 1e-4
     assert batched.tokens == expected.tokens
-    alone = generate_alone(runner, prompts, NUM_TOKENS)
+
+
+def test_alone_on_one_rank_agrees_with_paddleformers(
+    directory: Path, prompts: list[list[int]], expected: Generated
+) -> None:
+    alone = generate_alone(open_runner(directory), prompts, NUM_TOKENS)
     assert relative_error(alone.logits, expected.logits) < 1e-4
     assert alone.tokens == expected.tokens
 

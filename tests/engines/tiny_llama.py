@@ -129,13 +129,31 @@ def generate_over_ranks(
     return _read(out, "batched"), _read(out, "alone")
 
 
-def generate_with_paddleformers(
-    directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int, out: Path
-) -> Generated:
-    """What PaddleFormers' own LlamaForCausalLM makes of the same directory, one prompt after the other."""
-    job = {"directory": str(directory), "prompts": list(map(list, prompts)), "max_tokens": max_tokens, "out": str(out)}
-    run_python("paddleformers_reference.py", job)
-    return _read(out, "alone")
+class Case(NamedTuple):
+    """A checkpoint, prompts, and what the engine under test made of them."""
+
+    directory: Path
+    prompts: Sequence[Sequence[int]]
+    actual: Generated
+
+
+def ask_paddleformers(cases: Sequence[Case], out: Path) -> list[Generated]:
+    """What PaddleFormers' own LlamaForCausalLM makes of the same directories and prompts.
+
+    `tokens` are its most likely tokens after each prefix of (prompt, what the engine made): where they equal what the
+    engine made, they are what it would have generated greedily by itself, at a fraction of the time.
+    """
+    jobs = [
+        {
+            "directory": str(case.directory),
+            "prompts": list(map(list, case.prompts)),
+            "continuations": case.actual.tokens,
+            "out": str(out / f"{index}.npz"),
+        }
+        for index, case in enumerate(cases)
+    ]
+    run_python("paddleformers_reference.py", {"cases": jobs})
+    return [_read(Path(str(job["out"])), "alone") for job in jobs]
 
 
 def write(out: Path, **results: Generated) -> None:

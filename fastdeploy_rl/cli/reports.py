@@ -1,10 +1,14 @@
 """How an update's report reads on a terminal."""
 
+from typing import TYPE_CHECKING
+
 from fastdeploy_rl.cli.options import megabytes, print_fields, print_json
-from fastdeploy_rl.report import UpdateReport
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.report import UpdateReport
 
 
-def print_report(report: UpdateReport, *, as_json: bool) -> None:
+def print_report(report: "UpdateReport", *, as_json: bool) -> None:
     """The whole report as JSON, or its outline in a few lines."""
     if as_json:
         print_json(report)

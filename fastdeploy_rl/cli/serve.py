@@ -103,14 +103,12 @@ def run(options: argparse.Namespace) -> int:
         max_model_len=options.max_model_len,
         log_dir=options.log_dir,
     )
-    _log_to_file(config.log_dir)
     serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer())
     return 0
 
 
 def _log_to_file(log_dir: Path) -> None:
     """The terminal is for the operator: what the server logs stands beside the workers' logs."""
-    log_dir.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         level=logging.INFO,
         filename=log_dir / "serverlog",
@@ -124,6 +122,7 @@ class _TextAnnouncer:
     """For people."""
 
     def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+        _log_to_file(config.log_dir)
         print("fastdeploy-rl serve")
         print_fields(
             model=f"{config.model_dir} ({model.config.num_hidden_layers} layers, {model.config.hidden_size} wide)",
@@ -146,6 +145,7 @@ class _JsonAnnouncer:
     """For programs: one document a line."""
 
     def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+        _log_to_file(config.log_dir)
         place = {"url": f"http://{config.host}:{config.port}", "port": config.board_port}
         print_line({"event": "starting", **place, "ranks": config.num_ranks, "channel": str(config.channel)})
 

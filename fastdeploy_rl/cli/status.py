@@ -1,9 +1,12 @@
 """`status`: what an engine is and does now."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, print_fields, print_json
-from fastdeploy_rl.report import EngineStatus, RankStatus
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.report import EngineStatus, RankStatus
 
 _EXAMPLES = """\
   fastdeploy-rl status
@@ -29,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_status(status: EngineStatus) -> None:
+def _print_status(status: "EngineStatus") -> None:
     print(f"engine {status.port}: {status.admission}, version {status.version or 'none'}")
     print_fields(
         update=status.update,
@@ -42,6 +45,6 @@ def _print_status(status: EngineStatus) -> None:
         print(f"  rank {rank.rank}  {_rank_line(rank)}")
 
 
-def _rank_line(rank: RankStatus) -> str:
+def _rank_line(rank: "RankStatus") -> str:
     line = f"pid {rank.pid}, {rank.phase}, version {rank.version or 'none'}, heard {rank.heartbeat_age_s:.1f} s ago"
     return f"{line}, {rank.error}" if rank.error else line

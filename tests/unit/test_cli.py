@@ -1,0 +1,119 @@
+"""The command line: what it accepts, how it refuses, and that asking for help is cheap."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_rl.cli import main
+from fastdeploy_rl.cli.main import make_parser
+from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
+
+VERBS = ("serve", "publish", "retire", "update", "clear", "status", "receipt")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and complaint of one call."""
+    try:
+        code = main(arguments)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself_with_examples(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, text, _ = run(capsys, verb, "--help")
+    assert code == 0
+    assert f"  fastdeploy-rl {verb}" in text.partition("examples:")[2]
+    assert "--json" in text
+
+
+def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = run(capsys, "--help")
+    assert code == 0
+    assert [verb for verb in VERBS if verb not in text] == []
+
+
+def test_help_imports_neither_engine_nor_server() -> None:
+    probe = (
+        "import sys; from fastdeploy_rl.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = [name for name in ('paddle', 'numpy', 'fastapi', 'uvicorn', 'httpx') if name in sys.modules]\n"
+        "print(heavy, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, timeout=60)
+    assert done.stderr.decode().strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--model", "x", "--load-strategy", "rsync"], "'rsync' is not available in this version"),
+        (
+            ["serve", "--model", "x", "--load-strategy", "ipc_snapshot"],
+            "'ipc_snapshot' is not available in this version",
+        ),
+        (["serve", "--model", "x", "--load-strategy", "carrier-pigeon"], "unknown load strategy 'carrier-pigeon'"),
+        (["serve", "--model", "/no/such/model"], "no such model directory: /no/such/model"),
+        (["publish", "/no/such/model", "--step", "1"], "no such model directory: /no/such/model"),
+        (["status", "--engine", "1"], "no engine at port 1"),
+        (["status", "--engine", "http://127.0.0.1:1"], "no engine at http://127.0.0.1:1"),
+        (["retire", "--ipc-dir", "/no/such/channel"], "no channel at /no/such/channel"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text, complaint = run(capsys, *arguments)
+    assert (code, text) == (2, "")
+    assert complaint.startswith("fastdeploy-rl: error: ")
+    assert complaint.count("\n") == 1
+    assert words in complaint
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["serve"],
+        ["serve", "--model", "x", "--port", "99999"],
+        ["serve", "--model", "x", "--tensor-parallel-size", "0"],
+        ["serve", "--model", "x", "--apply-mode", "guess"],
+        ["serve", "--mod", "x"],
+        ["publish", "x"],
+        ["publish", "x", "--step", "-1"],
+        ["update", "--deadline", "0"],
+        ["update", "--deadline", "nan"],
+        ["status", "--engine", "host:80"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, text, complaint = run(capsys, *arguments)
+    assert (code, text) == (2, "")
+    assert "usage: fastdeploy-rl" in complaint
+
+
+def test_fastdeploys_spelling_is_taken() -> None:
+    words = (
+        "--model m --tensor-parallel-size 2 --load-strategy ipc --dynamic-load-weight --ipc-dir c --host h --port 81"
+    )
+    words += " --engine-worker-queue-port 82 --apply-mode copy --max-num-seqs 3 --max-model-len 99 --log-dir l"
+    options = make_parser().parse_args(["serve", *words.split()])
+    assert (options.tensor_parallel_size, options.port, options.engine_worker_queue_port) == (2, 81, 82)
+    assert (options.ipc_dir, options.log_dir, options.apply_mode) == (Path("c"), Path("l"), "copy")
+
+
+def test_addresses_and_numbers() -> None:
+    assert engine_address("8182") == 8182
+    assert engine_address("http://127.0.0.1:8180") == "http://127.0.0.1:8180"
+    assert (port("65535"), positive("7"), seconds("0.5")) == (65535, 7, 0.5)

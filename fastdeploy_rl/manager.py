@@ -108,6 +108,7 @@ class DynamicWeightManager:
         threads = config.num_copy_threads
         self._state = RankState(runner=runner, num_threads=threads, arenas=ArenaPair(threads))
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
+        self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._stager = threading.Thread(target=self._follow_commands, name="fastdeploy_rl-stager", daemon=True)
         self._engine: EngineState | None = None
@@ -162,6 +163,7 @@ class DynamicWeightManager:
         self._board.ring()
         if self._stager.is_alive():
             self._stager.join(self._config.deadlines.stop_s)
+        self._retire_replaced()
         self._state.runner.unbind()
         if self._state.live is not None:
             self._state.live.release(self._state.arenas)
@@ -222,12 +224,22 @@ class DynamicWeightManager:
     def _follow_commands(self) -> None:
         last = 0
         while not self._is_stopping.is_set():
-            record = self._rendezvous.await_command(last, time.monotonic_ns() + _HEARTBEAT_NS)
+            record = self._rendezvous.await_command(
+                last, time.monotonic_ns() + _HEARTBEAT_NS, is_wanted=lambda: not self._replaced.empty()
+            )
+            self._retire_replaced()
             if record is None:
                 self._rendezvous.show()
             elif not self._is_stopping.is_set():
                 last = record.number
                 self._stage(record)
+
+    def _retire_replaced(self) -> None:
+        """The new version is live, whatever happens here: memory that somebody still looks at is only reported."""
+        while not self._replaced.empty():
+            failure = self._attempt(self._replaced.get_nowait().retire)
+            if failure is not None:
+                _log.error("rank=%d event=leak reason=%r", self.rank, failure.text)
 
     def _stage(self, record: CommandRecord) -> None:
         self._rendezvous.vote(record.number, Ballot.STARTED, phase="staging")
@@ -304,6 +316,8 @@ class DynamicWeightManager:
             receipt=command.receipt() if is_committed and not fence_reason else None,
             fence_reason=fence_reason,
         )
+        if is_committed:
+            self._replaced.put(command)
         version = str(self._state.live.version) if self._state.live is not None else ""
         outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
         self._files.write_part(self.rank, record.number, part)

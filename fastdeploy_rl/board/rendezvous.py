@@ -42,8 +42,11 @@ class Rendezvous(Protocol):
         """The command announced last; number 0 when there was none."""
         ...
 
-    def await_command(self, after: int, deadline_ns: int) -> CommandRecord | None:
-        """Blocks until a command with a number above `after` is announced; None when the deadline passed first."""
+    def await_command(
+        self, after: int, deadline_ns: int, *, is_wanted: Callable[[], bool] = lambda: False
+    ) -> CommandRecord | None:
+        """Blocks until a command with a number above `after` is announced; None when the deadline passed, or
+        `is_wanted` turned true, first."""
         ...
 
     def vote(self, command: int, ballot: Ballot, *, phase: str = "", error: str = "", reason: str = "") -> None:
@@ -94,10 +97,12 @@ class BoardRendezvous:
     def current(self) -> CommandRecord:
         return self._board.read(CommandRecord, layout.COMMAND_OFFSET)
 
-    def await_command(self, after: int, deadline_ns: int) -> CommandRecord | None:
-        if self._board.wait_until(lambda: self.current().number > after, deadline_ns):
-            return self.current()
-        return None
+    def await_command(
+        self, after: int, deadline_ns: int, *, is_wanted: Callable[[], bool] = lambda: False
+    ) -> CommandRecord | None:
+        self._board.wait_until(lambda: is_wanted() or self.current().number > after, deadline_ns)
+        command = self.current()
+        return command if command.number > after else None
 
     # --- votes -------------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ class BoardClient:
             raise PeerLostError(f"port {self._port}: the engine gave no receipt")
         return report.receipt
 
+    def last_report(self) -> UpdateReport:
+        """Of the command that ended last, whoever asked for it. StepFailedError where there was none yet."""
+        return RankFiles(self._board.run_dir).read_report(self._board.status().commands_done)
+
     # --- one request -------------------------------------------------------------------------------
 
     def _ask(self, kind: CommandKind, version: str, deadline_s: float, force: bool) -> UpdateReport:

@@ -96,7 +96,9 @@ class Coordinator:
 
     def start(self, initial: list[RankPart] | None, content_layout: str) -> None:
         """The engine serves from here on, on a cold start's weights if `initial` says which."""
-        if initial is not None:
+        if initial is None:
+            self._state.start_cleared()
+        else:
             receipts = [part.receipt for part in initial if part.receipt is not None]
             self._receipt = merge(receipts, source="checkpoint", layout_digest=content_layout)
             self._files.write_receipt(self._receipt)

@@ -65,6 +65,10 @@ class EngineState:
         self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.LOAD)
         self.set_version(version, content_digest)
 
+    def start_cleared(self) -> None:
+        """Every rank is there, without weights: the first update brings them."""
+        self._apply(AdmissionEvent.PAUSE)
+
     def set_version(self, version: str, content_digest: str) -> None:
         with self._lock:
             self.version, self.content_digest = version, content_digest

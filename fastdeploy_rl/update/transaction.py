@@ -5,22 +5,19 @@ Owns the order of the steps on one rank and their undoing. Refuses to know how t
 before."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.errors import FastDeployRLError, NotServingError, SegmentError, StepFailedError
+from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.receipt import RankReceipt
 from fastdeploy_rl.report import RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.update.steps import COPY, STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,7 +42,11 @@ class RankCommand(Protocol):
         ...
 
     def commit(self) -> None:
-        """After all ranks decided YES: rolls forward, may let go of the old."""
+        """After all ranks decided YES: rolls forward."""
+        ...
+
+    def retire(self) -> None:
+        """After a commit, on the manager's own thread, while the engine serves again: lets go of what was replaced."""
         ...
 
     def undo(self) -> None:
@@ -118,15 +119,11 @@ class UpdateCommand:
         else:
             new.arena = self._update.arena
         self._update.staged = self._update.arena = None
-        if old is not None:
-            self._retire(old)
 
-    def _retire(self, old: LiveWeights) -> None:
-        """The new version is live, whatever happens here: memory that somebody still looks at is only reported."""
-        try:
+    def retire(self) -> None:
+        old = self._update.old
+        if old is not None:
             old.release(self._state.arenas)
-        except SegmentError as error:
-            _log.error("rank=%d event=leak version=%s reason=%r", self._state.runner.rank, old.version, str(error))
 
     def undo(self) -> None:
         self._steps.undo()
@@ -181,6 +178,9 @@ class ClearCommand:
         self._state.arenas.drop()
         self._steps.append(StepReport(step="clear", seconds=time.monotonic() - started, num_bytes=num_bytes))
 
+    def retire(self) -> None:
+        return None
+
     def undo(self) -> None:
         return None
 
@@ -214,6 +214,9 @@ class RecomputeCommand:
         self._receipt = rank_receipt(runner.rank, live, found)
 
     def commit(self) -> None:
+        return None
+
+    def retire(self) -> None:
         return None
 
     def undo(self) -> None:

@@ -191,6 +191,20 @@ def test_a_rejected_update_of_a_cleared_engine_stays_cleared(tmp_path: Path):
         assert engine.tokens() == [None, None]
 
 
+def test_an_engine_without_weights_starts_cleared(tmp_path: Path):
+    """No cold start: it says so until the first update brings weights."""
+    with (
+        NumpyEngine(MODEL, channel=tmp_path / "channel", num_ranks=2, seed=-1) as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        assert (client.status().legacy_status, client.status().is_serving) == ("CLEARED", False)
+        publish(publisher, random_weights(MODEL, 12), 1)
+        client.update()
+        assert engine.holds(random_weights(MODEL, 12))
+        assert client.status().is_serving
+
+
 @pytest.mark.parametrize("apply_mode", ["alias", "copy"])
 def test_a_flipped_byte_of_a_live_parameter_is_named(tmp_path: Path, apply_mode: str):
     """A second process writes into rank 1's memory; `receipt --recompute` names the tensor and the rank, others are

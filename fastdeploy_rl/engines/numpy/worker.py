@@ -42,6 +42,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     apply_mode: str = "auto"
     load_strategy: str = "ipc"
     update_s: float = 5.0
+    num_copy_threads: int = 1
 
 
 def model_of(config: WorkerConfig) -> NumpyModel:
@@ -69,6 +70,7 @@ class Worker:
             config=ManagerConfig(
                 load_strategy=config.load_strategy,
                 apply_mode=config.apply_mode,
+                num_copy_threads=config.num_copy_threads,
                 deadlines=Deadlines(update_s=config.update_s, attach_s=20.0),
             ),
         )

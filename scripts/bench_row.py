@@ -1,0 +1,51 @@
+"""One line of the benchmark: a figure, the limit or peer measured beside it, and the target for their ratio."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ratio` = value / limit_value; `target` says in words what it must keep, `is_met` whether it does."""
+
+    name: str
+    value: float
+    unit: str
+    limit: str
+    limit_value: float
+    target: str
+    is_met: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.limit_value if self.limit_value else float("inf")
+
+    def as_json(self) -> dict[str, object]:
+        fields = asdict(self)
+        return {name: fields[name] for name in ("name", "value", "unit", "limit", "limit_value")} | {
+            "ratio": self.ratio,
+            "target": self.target,
+            "met": self.is_met,
+        }
+
+
+def at_most(name: str, value: float, unit: str, limit: str, limit_value: float, allowed: float, target: str) -> Row:
+    return Row(name, value, unit, limit, limit_value, target, value <= allowed)
+
+
+def at_least(name: str, value: float, unit: str, limit: str, limit_value: float, wanted: float, target: str) -> Row:
+    return Row(name, value, unit, limit, limit_value, target, value >= wanted)
+
+
+def median_seconds(act: Callable[[], object], runs: int) -> float:
+    """Median time of `act` over `runs` runs, after one that does not count."""
+    act()
+    return statistics.median(seconds_of(act) for _ in range(runs))
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started

@@ -1,0 +1,188 @@
+"""Publishing and taking over 1 GB in 290 tensors (the shapes of Qwen2.5-0.5B, bf16), one rank, defaults.
+
+The engine is the numpy one, a process of its own: nothing but the update is in its time. Limits are native copies and
+reads of as many bytes between warm buffers of the kind that the step works on, with as many threads."""
+
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+from bench_row import Row, at_most, median_seconds, seconds_of
+
+from fastdeploy_rl import config
+from fastdeploy_rl._native import CollectiveGroup, Mapping, Place, Region, transfer
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.legacy import LegacySignal
+from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.report import UpdateReport
+from fastdeploy_rl.update.client import BoardClient
+
+HIDDEN, INTERMEDIATE, KV, LAYERS, VOCAB = 896, 4864, 128, 24, 151936
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Qwen2.5-0.5B: 290 tensors, 0.99 GB in bf16; linear weights [in, out]."""
+    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    layer = {
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        "self_attn.q_proj.bias": (HIDDEN,),
+        "self_attn.k_proj.weight": (HIDDEN, KV),
+        "self_attn.k_proj.bias": (KV,),
+        "self_attn.v_proj.weight": (HIDDEN, KV),
+        "self_attn.v_proj.bias": (KV,),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.gate_proj.weight": (HIDDEN, INTERMEDIATE),
+        "mlp.up_proj.weight": (HIDDEN, INTERMEDIATE),
+        "mlp.down_proj.weight": (INTERMEDIATE, HIDDEN),
+    }
+    return names | {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
+
+
+def random_tensors() -> dict[str, np.ndarray]:
+    """BF16 bits, each tensor in memory of its own, as a trainer has them."""
+    generator = np.random.default_rng(0)
+    return {name: generator.integers(0, 2**16, shape, np.uint16) for name, shape in shapes().items()}
+
+
+@contextmanager
+def numpy_engine(channel: Path, apply_mode: str) -> Iterator[int]:
+    """One rank, without weights at first; gives its port."""
+    port, name = 20000 + secrets.randbelow(40000), f"fastdeploy_rl_bench.{os.getpid()}.{apply_mode}"
+    settings = {
+        "port": port,
+        "rank": 0,
+        "num_ranks": 1,
+        "channel": str(channel),
+        "collectives": name,
+        "specs": [[name, "BF16", list(shape), None, None] for name, shape in shapes().items()],
+        "seed": -1,
+        "apply_mode": apply_mode,
+        "update_s": 30.0,
+        "num_copy_threads": config.num_copy_threads(),
+    }
+    with ExitStack() as stack:
+        board = Board.create(port, num_ranks=1)
+        stack.callback(board.close)
+        group = stack.enter_context(SharedSegment.create(name, CollectiveGroup.required_bytes(1, 1 << 16)))
+        stack.callback(group.unlink)
+        command = [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker", json.dumps(settings)]
+        worker = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        stack.callback(worker.stdin.close)
+        if worker.stdout.readline() != b'"ready"\n':
+            raise RuntimeError("the engine did not start")
+        yield port
+
+
+class Limits:
+    """Seconds of one pass over the same bytes: `publish`, private to shared memory; `read`, shared memory that is
+    mapped and warm; `copy`, shared to private memory."""
+
+    def __init__(self, num_bytes: int, runs: int) -> None:
+        threads = config.num_copy_threads()
+        private = Mapping.private(num_bytes)
+        private.prefault(threads)
+        with SharedSegment.create(f"fastdeploy_rl_bench.{os.getpid()}.limit", num_bytes) as shared:
+            try:
+                self.publish = median_seconds(lambda: _copy(private, shared.mapping, threads), runs)
+                self.copy = median_seconds(lambda: _copy(shared.mapping, private, threads), runs)
+                self.read = median_seconds(lambda: _read(shared.mapping, threads), runs)
+            finally:
+                shared.unlink()
+
+
+def _copy(source: Mapping, target: Mapping, threads: int) -> None:
+    size = source.num_bytes
+    region = Region(
+        source=source, source_offset=0, source_stride=size, rows=1, row_bytes=size, target=target, target_stride=size
+    )
+    transfer([region], threads)
+
+
+def _read(source: Mapping, threads: int) -> None:
+    size = source.num_bytes
+    place = Place(0, size, size)
+    transfer(
+        [Region(source=source, source_offset=0, source_stride=size, rows=1, row_bytes=size, read_place=place)], threads
+    )
+
+
+def update_rows(runs: int) -> list[Row]:
+    tensors = random_tensors()
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    limits = Limits(num_bytes, runs)
+    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_bench") as folder:
+        publish, alias = _measure_alias(Path(folder) / "alias", tensors, runs)
+        copy = _measure_copy(Path(folder) / "copy", tensors, runs)
+    stall, serving = alias
+    return [
+        at_most(
+            "publish 1 GB / 290 tensors", publish, "s", "memory pass", limits.publish, 1.5 * limits.publish, "<= 1.5"
+        ),
+        at_most("alias: stall, drain to commit", stall, "s", "5 ms", 0.005, 0.005, "<= 5 ms"),
+        at_most(
+            "alias: signal to serving",
+            serving,
+            "s",
+            "read pass",
+            limits.read,
+            0.020 + 1.2 * limits.read,
+            "<= 20 ms + 1.2 read passes",
+        ),
+        at_most(
+            "copy: stall, drain to commit",
+            copy,
+            "s",
+            "memory pass",
+            limits.copy,
+            0.010 + 2.2 * limits.copy,
+            "<= 2.2 passes + 10 ms",
+        ),
+    ]
+
+
+def _measure_alias(channel: Path, tensors: dict[str, np.ndarray], runs: int) -> tuple[float, tuple[float, float]]:
+    """Seconds of: a publication; (the stall, and from writing the signal to reading NORMAL) of an update by alias."""
+    published, stalls, serving = [], [], []
+    with (
+        WeightPublisher(channel) as publisher,
+        numpy_engine(channel, "alias") as port,
+        LegacySignal(port) as signal,
+        BoardClient(port) as client,
+    ):
+        for step in range(runs + 3):  # the first three make and warm the arenas
+            published.append(publisher.publish(tensors, step=step).seconds)
+            serving.append(seconds_of(lambda: signal.request_update(60)))
+            stalls.append(_last_report(client).stall_seconds)
+    return statistics.median(published[3:]), (statistics.median(stalls[3:]), statistics.median(serving[3:]))
+
+
+def _measure_copy(channel: Path, tensors: dict[str, np.ndarray], runs: int) -> float:
+    """Seconds that an update by copy stalls."""
+    stalls = []
+    with (
+        WeightPublisher(channel) as publisher,
+        numpy_engine(channel, "copy") as port,
+        BoardClient(port) as client,
+    ):
+        for step in range(runs + 3):
+            publisher.publish(tensors, step=step)
+            stalls.append(client.update(deadline_s=60).stall_seconds)
+    return statistics.median(stalls[3:])
+
+
+def _last_report(client: BoardClient) -> UpdateReport:
+    report = client.last_report()
+    if report.outcome != "done":
+        raise RuntimeError(f"the update was not done: {report.reason}")
+    return report

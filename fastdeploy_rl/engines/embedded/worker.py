@@ -8,7 +8,6 @@ supervisor.
 
 import contextlib
 import ctypes
-import gc
 import logging
 import os
 import select
@@ -16,26 +15,16 @@ import signal
 import socket
 import sys
 import threading
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, Ready, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import Failed, WorkerConfig, WorkerSocket
 from fastdeploy_rl.errors import EngineError, FastDeployRLError
-from fastdeploy_rl.version import WeightVersion
-
-if TYPE_CHECKING:
-    from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
-    from fastdeploy_rl.manager import DynamicWeightManager
 
 _log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 1 << 20
 SEND_TIMEOUT_S = 10.0
-COLD_VERSION = WeightVersion(0, 0)
-"""Of weights that came from the checkpoint: before everything a trainer publishes, whose epochs begin with 1."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,7 +36,10 @@ def main() -> int:
     connection = WorkerSocket(socket.socket(fileno=config.socket_fd))
     _watch_supervisor(connection.fileno())
     try:
-        _run(config, connection)
+        # Imported here: Paddle takes seconds, and until then a worker must already be able to die and to complain.
+        from fastdeploy_rl.engines.embedded import rank
+
+        rank.run(config, connection)
     except Exception as error:
         _tell(connection, config.rank, error)
         return error.exit_code if isinstance(error, FastDeployRLError) else 1
@@ -88,71 +80,6 @@ def _tell(connection: WorkerSocket, rank: int, error: Exception) -> None:
     text = str(error) if isinstance(error, FastDeployRLError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(FastDeployRLError):  # the supervisor may be what is gone
         connection.send(Failed(rank, kind, text), timeout_s=SEND_TIMEOUT_S)
-
-
-def _run(config: WorkerConfig, connection: WorkerSocket) -> None:
-    # Imported here: Paddle takes seconds, and until then a worker must already be able to die and to complain.
-    import paddle
-
-    from fastdeploy_rl.board.board import Board
-    from fastdeploy_rl.collectives.shm import ShmCollectives
-    from fastdeploy_rl.config import Deadlines
-    from fastdeploy_rl.engines.embedded.loop import Follower, Leader
-    from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
-    from fastdeploy_rl.manager import DynamicWeightManager, ManagerConfig
-    from fastdeploy_rl.sources import registry
-    from fastdeploy_rl.sources.base import SourceConfig
-
-    paddle.disable_signal_handler()  # its handlers turn an orderly SIGTERM into a page of traceback
-    begun = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        collectives = stack.enter_context(
-            contextlib.closing(
-                ShmCollectives(
-                    config.collectives_segment,
-                    config.rank,
-                    config.num_ranks,
-                    create=False,
-                    slot_bytes=SLOT_BYTES,
-                    timeout_s=config.step_s,
-                )
-            )
-        )
-        runner = EmbeddedRunner(
-            Path(config.model_dir),
-            config.rank,
-            config.num_ranks,
-            collectives,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-        )
-        source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
-        stack.callback(source.close)
-        board = Board.attach(config.board_port)
-        stack.callback(board.close)
-        settings = ManagerConfig(config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads)
-        manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
-        stack.callback(manager.close)
-        weight_bytes = _load(runner, manager)
-        gc.freeze()  # what is there now stays: no collection needs to walk it in the middle of a step
-        connection.send(Ready(config.rank, weight_bytes, time.monotonic() - begun), timeout_s=SEND_TIMEOUT_S)
-        _log.info("phase=ready weight_bytes=%d seconds=%.3f", weight_bytes, time.monotonic() - begun)
-        channel = collectives if config.num_ranks > 1 else None
-        if config.rank == 0:
-            Leader(runner, manager, channel, connection, timeout_s=config.step_s).run()
-        else:
-            Follower(runner, manager, collectives, timeout_s=config.step_s).run()
-    _log.info("phase=stopped")
-
-
-def _load(runner: "EmbeddedRunner", manager: "DynamicWeightManager") -> int:
-    """Cold start; returns the bytes of this rank's weights. Keeps no view: an update must be able to free them."""
-    from fastdeploy_rl.manager import InitialWeights
-
-    views = runner.load()
-    runner.bind(views)
-    manager.start(InitialWeights(COLD_VERSION, views))
-    return sum(view.num_bytes for view in views.values())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""One rank put together: collectives, runner, source, board and weight manager around the loop.
+
+Owns the order in which they are made and given back. Refuses to know processes; worker.py is one. Importing it imports
+Paddle, which takes seconds. Invariant: whatever ends the loop, leases, mappings and threads are given back.
+"""
+
+import gc
+import logging
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import paddle
+
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.collectives.shm import ShmCollectives
+from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.engines.embedded.loop import SEND_TIMEOUT_S, Follower, Leader
+from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Ready, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
+from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
+from fastdeploy_rl.sources import registry
+from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+COLD_VERSION = WeightVersion(0, 0)
+"""Of weights that came from the checkpoint: before everything a trainer publishes, whose epochs begin with 1."""
+
+
+def run(config: WorkerConfig, connection: WorkerSocket) -> None:
+    """Loads, says Ready, and serves until told to stop. The errors of the tree."""
+    paddle.disable_signal_handler()  # its handlers turn an orderly SIGTERM into a page of traceback
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        collectives = stack.enter_context(_join(config))
+        runner = _runner(config, collectives)
+        manager = _manager(config, runner, stack)
+        weight_bytes = _load(runner, manager)
+        gc.freeze()  # what is there now stays: no collection needs to walk it in the middle of a step
+        seconds = time.monotonic() - begun
+        connection.send(Ready(config.rank, weight_bytes, seconds), timeout_s=SEND_TIMEOUT_S)
+        _log.info("phase=ready weight_bytes=%d seconds=%.3f", weight_bytes, seconds)
+        _loop(config, runner, manager, collectives, connection).run()
+    _log.info("phase=stopped")
+
+
+def _join(config: WorkerConfig) -> ShmCollectives:
+    return ShmCollectives(
+        config.collectives_segment,
+        config.rank,
+        config.num_ranks,
+        create=False,
+        slot_bytes=SLOT_BYTES,
+        timeout_s=config.step_s,
+    )
+
+
+def _runner(config: WorkerConfig, collectives: ShmCollectives) -> EmbeddedRunner:
+    return EmbeddedRunner(
+        Path(config.model_dir),
+        config.rank,
+        config.num_ranks,
+        collectives,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+    )
+
+
+def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> DynamicWeightManager:
+    source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
+    stack.callback(source.close)
+    board = Board.attach(config.board_port)
+    stack.callback(board.close)
+    settings = ManagerConfig(config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads)
+    manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
+    stack.callback(manager.close)
+    return manager
+
+
+def _load(runner: EmbeddedRunner, manager: DynamicWeightManager) -> int:
+    """Cold start; returns the bytes of this rank's weights. Keeps no view: an update must be able to free them."""
+    views = runner.load()
+    runner.bind(views)
+    manager.start(InitialWeights(COLD_VERSION, views))
+    return sum(view.num_bytes for view in views.values())
+
+
+def _loop(
+    config: WorkerConfig,
+    runner: EmbeddedRunner,
+    manager: DynamicWeightManager,
+    collectives: ShmCollectives,
+    connection: WorkerSocket,
+) -> Leader | Follower:
+    if config.rank == 0:
+        channel = collectives if config.num_ranks > 1 else None
+        return Leader(runner, manager, channel, connection, timeout_s=config.step_s)
+    return Follower(runner, manager, collectives, timeout_s=config.step_s)

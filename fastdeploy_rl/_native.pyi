@@ -37,7 +37,8 @@ class Mapping(Buffer):
     def is_closed(self) -> bool: ...
     @property
     def num_exports(self) -> int:
-        """Live buffer views and DLPack capsules / tensors made from this mapping."""
+        """Who needs the memory now: live buffer views, DLPack capsules and tensors, Regions, running watchers and waits,
+        CollectiveGroups."""
 
     def prefault(self, num_threads: int) -> None:
         """Touches every page, so that later copies run at the speed of warm memory. Contents stay."""

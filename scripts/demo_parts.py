@@ -114,10 +114,7 @@ class Engine:
         self.weight_bytes: list[int] = []
         self._process = JsonProcess(
             [
-                sys.executable,
-                "-c",
-                "import sys; from fastdeploy_rl.cli import main; sys.exit(main())",
-                "serve",
+                *(sys.executable, "-m", "fastdeploy_rl.cli", "serve"),
                 "--json",
                 *("--model", str(model_dir)),
                 *("--tensor-parallel-size", str(num_ranks)),

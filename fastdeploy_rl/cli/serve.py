@@ -122,6 +122,8 @@ class _TextAnnouncer:
     """For people."""
 
     def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+        from fastdeploy_rl.memory.shared_segment import free_bytes
+
         _log_to_file(config.log_dir)
         print("fastdeploy-rl serve")
         print_fields(
@@ -132,6 +134,8 @@ class _TextAnnouncer:
             http=f"http://{config.host}:{config.port}",
             engine_worker_queue_port=config.board_port,
             requests=f"{config.max_num_seqs} at once, {model.max_model_len} tokens each",
+            memory=f"{megabytes(model.weight_bytes(config.num_ranks))} of weights a rank; "
+            f"{megabytes(free_bytes())} free in /dev/shm",
             logs=f"{config.log_dir}/serverlog, workerlog.RANK",
         )
         print("starting", flush=True)

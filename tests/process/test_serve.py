@@ -24,7 +24,7 @@ from fastdeploy_rl.report import UpdateReport
 
 DEADLINE_S = 60.0
 PROMPT = {"prompt": "once upon", "temperature": 0, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
-CLI = [sys.executable, "-c", "import sys; from fastdeploy_rl.cli import main; sys.exit(main())"]
+CLI = [sys.executable, "-m", "fastdeploy_rl.cli"]
 
 
 class Served:

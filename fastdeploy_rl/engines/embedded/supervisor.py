@@ -8,6 +8,7 @@ that, no worker runs and no segment of this engine is left; a dead worker stops 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,10 +28,12 @@ from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.http_app import EngineFace, make_app
 from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.control.weights_service import WeightsService
+from fastdeploy_rl.coverage import Coverage
+from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
 from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, FromWorker, Ready, Stop, Tokens, WorkerConfig
-from fastdeploy_rl.engines.embedded.model_config import ModelConfig
+from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape, parameter_specs
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
@@ -88,6 +91,11 @@ class CheckedModel:
     tokenizer: Tokenizer
     max_model_len: int
     name: str
+
+    def weight_bytes(self, num_ranks: int) -> int:
+        """Of one rank, in float32; a tied head is counted once."""
+        own = [spec for spec in parameter_specs(self.config) if spec.coverage is Coverage.UPDATED]
+        return sum(math.prod(local_shape(spec, num_ranks)) * itemsize(spec.dtype) for spec in own)
 
 
 class Announcer(Protocol):

@@ -1,8 +1,8 @@
 """Contract of the native core (csrc/): only what Python cannot do well.
 
-Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns()`). Every call
-that copies, waits or sleeps releases the GIL. Bounds and alignment are checked: ValueError, and nothing was touched.
-"""
+Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns()`).
+Every call that copies, waits or sleeps releases the GIL. Bounds and alignment are checked: ValueError, and nothing was
+touched."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, final
@@ -13,15 +13,18 @@ CPU_LEVEL: Final[str]
 """The best kernels of this machine: "avx512", "avx2" or "scalar"."""
 
 def use_kernels(level: Literal["avx512", "avx2", "scalar"]) -> None:
-    """Takes other kernels from now on, so that each can be tested on one machine. ValueError where this machine lacks them."""
+    """Takes other kernels from now on, so that each can be tested on one machine. ValueError where this machine lacks
+    them."""
 
 @final
 class Mapping(Buffer):
-    """One mmap'ed run of bytes; a buffer. Unmapped when closed or when the last reference (buffer view, DLPack tensor) dies."""
+    """One mmap'ed run of bytes; a buffer. Unmapped when closed or when the last reference (buffer view, DLPack tensor)
+    dies."""
 
     @staticmethod
     def map_fd(fd: int, num_bytes: int, writable: bool) -> Mapping:
-        """MAP_SHARED of a file or shared-memory descriptor; the descriptor may be closed afterwards. OSError as mmap gives it."""
+        """MAP_SHARED of a file or shared-memory descriptor; the descriptor may be closed afterwards. OSError as mmap
+        gives it."""
 
     @staticmethod
     def private(num_bytes: int) -> Mapping:
@@ -37,8 +40,8 @@ class Mapping(Buffer):
     def is_closed(self) -> bool: ...
     @property
     def num_exports(self) -> int:
-        """Who needs the memory now: live buffer views, DLPack capsules and tensors, Regions, running watchers and waits,
-        CollectiveGroups."""
+        """Who needs the memory now: live buffer views, DLPack capsules and tensors, Regions, running watchers and
+        waits, CollectiveGroups."""
 
     def prefault(self, num_threads: int) -> None:
         """Touches every page, so that later copies run at the speed of warm memory. Contents stay."""
@@ -47,9 +50,9 @@ class Mapping(Buffer):
         """Unmaps now. BufferError while exports are alive (nothing happens then); a second close does nothing."""
 
     def dlpack(self, offset: int, shape: Sequence[int], dtype: str) -> object:
-        """A DLPack capsule ("dltensor", CPU) over bytes of this mapping; keeps the mapping alive. `dtype` is a safetensors
-        name (F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL). C-contiguous. A mapping without write permission is exported too:
-        the consumer must not write (a store would be a segmentation fault, never a silent change)."""
+        """A DLPack capsule ("dltensor", CPU) over bytes of this mapping; keeps the mapping alive. `dtype` is a
+        safetensors name (F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL). C-contiguous. A mapping without write permission is
+        exported too: the consumer must not write (a store would be a segmentation fault, never a silent change)."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -76,7 +79,7 @@ class BorrowedTensor(Buffer):
 def borrow_dlpack(capsule: object) -> BorrowedTensor:
     """Consumes a DLPack capsule (as `tensor.__dlpack__()` gives it; Paddle, torch, numpy)."""
 
-# --- words: atomics with sequential consistency on a shared mapping -----------------------------------------------------------
+# --- words: atomics with sequential consistency on a shared mapping --------------------------------
 
 def load_u64(mapping: Mapping, offset: int) -> int: ...
 def store_u64(mapping: Mapping, offset: int, value: int) -> None: ...
@@ -90,8 +93,8 @@ def load_i32(mapping: Mapping, offset: int) -> int: ...
 def store_i32(mapping: Mapping, offset: int, value: int) -> None: ...
 def compare_exchange_i32(mapping: Mapping, offset: int, expected: int, desired: int) -> int: ...
 def futex_wait_i32(mapping: Mapping, offset: int, expected: int, deadline_ns: int) -> bool:
-    """Blocks while the word equals `expected`. True: it differs now; False: the deadline passed first. Works across processes.
-    Signals are served in between (KeyboardInterrupt comes through)."""
+    """Blocks while the word equals `expected`. True: it differs now; False: the deadline passed first. Works across
+    processes. Signals are served in between (KeyboardInterrupt comes through)."""
 
 def futex_wake_i32(mapping: Mapping, offset: int) -> int:
     """Wakes every waiter of this word, in every process; returns how many."""
@@ -103,15 +106,16 @@ def ring_bell(mapping: Mapping, offset: int) -> None:
 class WordWatcher:
     """A native thread that watches an int32 which foreign processes store into without waking anyone.
 
-    Whenever the word differs from what the watcher saw last, the bell is rung. Our own writers wake the word itself, which the
-    watcher notices at once; a plain foreign store is noticed within `period_us` (+ scheduling). Holds both mappings.
-    """
+    Whenever the word differs from what the watcher saw last, the bell is rung. Our own writers wake the word itself,
+    which the watcher notices at once; a plain foreign store is noticed within `period_us` (+ scheduling). Holds both
+    mappings."""
 
     def __init__(self, word: Mapping, word_offset: int, bell: Mapping, bell_offset: int, period_us: int) -> None: ...
     def stop(self) -> None:
-        """Ends and joins the thread and lets go of both mappings; a second stop does nothing. Also done when collected."""
+        """Ends and joins the thread and lets go of both mappings; a second stop does nothing. Also done when
+        collected."""
 
-# --- copy, cast, checksum -----------------------------------------------------------------------------------------------------
+# --- copy, cast, checksum --------------------------------------------------------------------------
 
 @final
 class Place:
@@ -122,14 +126,14 @@ class Place:
 
 @final
 class Region:
-    """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an optional cast.
+    """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an
+    optional cast.
 
-    `source` / `target` are C-contiguous buffers, held until the Region dies. `target=None` writes nothing: both checksums are
-    computed as if it did.
-    `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or "BF16_F32". `target` rows have row_bytes, half or double.
-    `read_place` places the source bytes, `live_place` the bytes as written to the target (after the cast); None: not computed.
-    The ranges from the first to the last byte of source and target must not overlap.
-    """
+    `source` / `target` are C-contiguous buffers, held until the Region dies. `target=None` writes nothing: both
+    checksums are computed as if it did. `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or
+    "BF16_F32". `target` rows have row_bytes, half or double. `read_place` places the source bytes, `live_place` the
+    bytes as written to the target (after the cast); None: not computed. The ranges from the first to the last byte of
+    source and target must not overlap."""
 
     def __init__(
         self,
@@ -151,22 +155,22 @@ Sums = tuple[int, int, int, int]
 """fletcher4 sums A, B, C, D mod 2^64 (fastdeploy_rl/checksum.py has the law)."""
 
 def transfer(regions: Sequence[Region], num_threads: int) -> list[tuple[Sums | None, Sums | None]]:
-    """Runs all regions, bytes shared evenly among the threads (large regions are split); returns (read, live) per region.
-    Checksums are computed in the pass that copies. Interrupted by no signal; returns when all is done."""
+    """Runs all regions, bytes shared evenly among the threads (large regions are split); returns (read, live) per
+    region. Checksums are computed in the pass that copies. Interrupted by no signal; returns when all is done."""
 
-# --- tensor-parallel collectives over shared memory ------------------------------------------------------------------------------
+# --- tensor-parallel collectives over shared memory ------------------------------------------------
 
 class MissingRanksError(Exception):
-    """A deadline passed; `args == (what, missing_ranks: tuple[int, ...], generation: int)`. The group is unusable afterwards:
-    every later call on it, on every rank, raises this too, until all ranks made a group of a higher generation."""
+    """A deadline passed; `args == (what, missing_ranks: tuple[int, ...], generation: int)`. The group is unusable
+    afterwards: every later call on it, on every rank, raises this too, until all ranks made a group of a higher
+    generation."""
 
 @final
 class CollectiveGroup:
     """`num_ranks` processes that meet in one shared mapping. Calls must come in the same order on every rank.
 
-    The mapping starts zeroed, has `required_bytes(...)` bytes; payloads larger than `slot_bytes` go in pieces. Waits spin briefly, then sleep on a
-    futex (more ranks than cores must not burn each other's time).
-    """
+    The mapping starts zeroed, has `required_bytes(...)` bytes; payloads larger than `slot_bytes` go in pieces. Waits
+    spin briefly, then sleep on a futex (more ranks than cores must not burn each other's time)."""
 
     def __init__(self, mapping: Mapping, rank: int, num_ranks: int, slot_bytes: int, generation: int) -> None: ...
     @staticmethod

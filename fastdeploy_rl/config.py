@@ -62,3 +62,8 @@ def num_copy_threads(environ: Mapping[str, str] = os.environ) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= MAX_COPY_THREADS:
         raise ConfigurationError(f"FASTDEPLOY_RL_COPY_THREADS must be 1 to {MAX_COPY_THREADS}, got {text[:40]!r}")
     return int(text)
+
+
+def child_environ(changes: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a process that we start: ours, with `changes`."""
+    return dict(environ) | dict(changes)

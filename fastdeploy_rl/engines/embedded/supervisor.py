@@ -23,7 +23,7 @@ import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.config import Deadlines, num_copy_threads
+from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.http_app import EngineFace, make_app
 from fastdeploy_rl.control.metrics import EngineMetrics
@@ -227,7 +227,7 @@ class _Engine:
             socket_fd=-1,
             step_s=STEP_DEADLINE_S,
         )
-        environ = worker_environ(os.environ, config.num_threads)
+        environ = worker_environ(config.num_threads)
         return WorkerProcess.start(settings, log_dir=config.log_dir, environ=environ, module=config.worker_module)
 
     async def _watch(self, worker: WorkerProcess, link: WorkerLink) -> None:
@@ -351,17 +351,19 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def worker_environ(environ: "os._Environ[str] | dict[str, str]", num_threads: int) -> dict[str, str]:
+def worker_environ(num_threads: int) -> dict[str, str]:
     """A worker's environment: as many compute threads as its share of the cores, and none of them spinning."""
     threads = str(num_threads)
-    return dict(environ) | {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "passive",
-        "KMP_BLOCKTIME": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return child_environ(
+        {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "passive",
+            "KMP_BLOCKTIME": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 @contextmanager

@@ -37,12 +37,15 @@ Word* word_at(const Mapping& mapping, int64_t offset, Access access) {
 
 template <typename Word>
 Word load_word(const Mapping& mapping, int64_t offset) {
+  // Python code reads and writes plain bytes between two words (a sequence lock): those must stay between them.
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   return __atomic_load_n(word_at<Word>(mapping, offset, Access::read), __ATOMIC_SEQ_CST);
 }
 
 template <typename Word>
 void store_word(const Mapping& mapping, int64_t offset, Word value) {
   __atomic_store_n(word_at<Word>(mapping, offset, Access::write), value, __ATOMIC_SEQ_CST);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 template <typename Word>

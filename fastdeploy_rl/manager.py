@@ -158,9 +158,9 @@ class DynamicWeightManager:
     def close(self) -> None:
         """Ends the threads, lets go of weights and leases. The runner must not be used afterwards."""
         self._is_stopping.set()
+        self._board.abandon_waits()
         if self._coordinator is not None:
             self._coordinator.stop()
-        self._board.ring()
         if self._stager.is_alive():
             self._stager.join(self._config.deadlines.stop_s)
         self._retire_replaced()

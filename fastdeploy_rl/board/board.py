@@ -51,6 +51,7 @@ class Board:
         self._segment = segment
         self._lock = lock
         self._writing = threading.Lock()
+        self._is_abandoned = False
 
     # --- life --------------------------------------------------------------------------------------
 
@@ -188,15 +189,22 @@ class Board:
         return _native.load_i32(self.mapping, layout.DOORBELL_OFFSET)
 
     def wait_until(self, condition: Callable[[], bool], deadline_ns: int) -> bool:
-        """Blocks until `condition()` holds (looked at after every bell); False when the deadline passed first."""
+        """Blocks until `condition()` holds (looked at after every bell); False when the deadline passed first, or when
+        this process gave its waits up."""
         while True:
             heard = _native.load_i32(self.mapping, layout.BELL_OFFSET)
             if condition():
                 return True
             now = time.monotonic_ns()
-            if now >= deadline_ns:
+            if now >= deadline_ns or self._is_abandoned:
                 return False
             _native.futex_wait_i32(self.mapping, layout.BELL_OFFSET, heard, min(deadline_ns, now + _LOOK_AGAIN_NS))
+
+    def abandon_waits(self) -> None:
+        """This process stops: whoever of its threads waits here is told at once that time is up."""
+        self._is_abandoned = True
+        self.ring()
+        self.ring_doorbell()
 
     # --- what an onlooker sees ---------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from fastdeploy_rl.errors import (
     DeadlineExceededError,
     EngineNotFoundError,
     FastDeployRLError,
+    NotServingError,
     PeerLostError,
     from_wire,
 )
@@ -85,7 +86,10 @@ class BoardClient:
         """The proof of what is live. `recompute` reads live memory again: ChecksumMismatchError names tensor and
         rank."""
         if not recompute:
-            return RankFiles(self._board.run_dir).read_receipt()
+            receipt = RankFiles(self._board.run_dir).read_receipt()
+            if receipt is None:
+                raise NotServingError(f"port {self._port}: no version is live: {self.status().reason}")
+            return receipt
         report = self._ask(CommandKind.RECOMPUTE, "", deadline_s, False)
         if report.differing:
             places = ", ".join(f"{name} on rank {rank}" for name, rank in report.differing[:10])
@@ -122,13 +126,17 @@ class BoardClient:
 
     def _claim(self, deadline_ns: int) -> int:
         claimed: list[int] = []
+        claim, answered_late = (
+            layout.slot_word(self._token, state) for state in (SlotState.CLAIMED, SlotState.FINISHED)
+        )
 
         def try_slots() -> bool:
             for slot in range(layout.NUM_REQUEST_SLOTS):
-                word = layout.slot_word(self._token, SlotState.CLAIMED)
-                if self._board.exchange(layout.request_offset(slot), SlotState.FREE, word) == SlotState.FREE:
-                    claimed.append(slot)
-                    return True
+                offset = layout.request_offset(slot)
+                for free in (SlotState.FREE, answered_late):
+                    if self._board.exchange(offset, free, claim) == free:
+                        claimed.append(slot)
+                        return True
             return False
 
         if not self._board.wait_until(try_slots, deadline_ns):

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -33,12 +33,14 @@ from fastdeploy_rl.report import CommandKind, Outcome, RankReport, UpdateReport
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
 from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.update.transaction import as_step_failure
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 
-_LOOK_AROUND_NS = 50_000_000
-"""Between doorbells: names of words are looked after, slots of vanished clients are freed."""
+_LOOK_AROUND_NS = 200_000_000
+"""Between doorbells: slots of vanished clients are freed this often."""
+_KEEP_PERIOD_S = 0.05
 _WATCH_PERIOD_US = 1000
 _FINISH_GRACE_NS = 5_000_000_000
 """After a decision ranks only follow it; this long after the command's deadline they must have."""
@@ -61,13 +63,13 @@ class Conduct:
 
     outcome: Outcome
     error: FastDeployRLError | None = None
-    parts: list[RankPart] | None = None
+    parts: list[RankPart] = field(default_factory=list)
     receipt: Receipt | None = None
-    differing: list[tuple[str, int]] | None = None
+    differing: list[tuple[str, int]] = field(default_factory=list)
 
 
 class Coordinator:
-    """One thread on rank 0, between `start` and `stop`."""
+    """Two threads on rank 0 between `start` and `stop`: one serves requests, one keeps the words' names."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class Coordinator:
         self._number = 0
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdeploy_rl-coordinator", daemon=True)
+        self._keeper = threading.Thread(target=self._keep_words, name="fastdeploy_rl-keeper", daemon=True)
         self._watcher: _native.WordWatcher | None = None
 
     # --- life --------------------------------------------------------------------------------------
@@ -105,26 +108,35 @@ class Coordinator:
             self._state.start(self._receipt.version, self._receipt.content_digest)
         self._watch()
         self._thread.start()
+        self._keeper.start()
 
     def stop(self) -> None:
+        """Ends the threads. The board's waits must have been abandoned."""
         self._is_stopping.set()
         self._board.ring_doorbell()
         self._thread.join()
+        self._keeper.join()
         if self._watcher is not None:
             self._watcher.stop()
         self._state.close()
 
     def _watch(self) -> None:
+        """(Re)starts the watcher of the word, which may be another segment than before."""
         if self._watcher is not None:
             self._watcher.stop()
         word = self._state.weights_word.mapping
         self._watcher = _native.WordWatcher(word, 0, self._board.mapping, layout.DOORBELL_OFFSET, _WATCH_PERIOD_US)
+        self._board.ring_doorbell()
+
+    def _keep_words(self) -> None:
+        """Whatever a command takes, a vanished name is back soon."""
+        while not self._is_stopping.wait(_KEEP_PERIOD_S):
+            self._state.follow_words(self._watch)
 
     def _run(self) -> None:
         heard = 0
         while not self._is_stopping.is_set():
             heard = self._board.wait_doorbell(heard, time.monotonic_ns() + _LOOK_AROUND_NS)
-            self._state.follow_words(self._watch)
             while not self._is_stopping.is_set() and (request := self._next_request()) is not None:
                 self._serve(request)
 
@@ -141,7 +153,8 @@ class Coordinator:
         previous = self._state.version
         self._number += 1
         try:
-            version, conduct = self._carry_out(request)
+            with as_step_failure(request.kind.name.lower(), 0):
+                version, conduct = self._carry_out(request)
         except FastDeployRLError as error:
             version, conduct = request.version, Conduct(Outcome.REJECTED, error)
         report = self._report(request, version, previous, conduct, time.monotonic() - started)
@@ -160,8 +173,7 @@ class Coordinator:
     # --- the kinds of command ----------------------------------------------------------------------
 
     def _update(self, request: Request) -> tuple[str, Conduct]:
-        wanted = WeightVersion.parse(request.version) if request.version else None
-        resolved = self._source.resolve(wanted, deadline_ns=request.deadline_ns)
+        resolved = self._resolve(request)
         if self._is_live_already(resolved) and not request.is_forced:
             return str(resolved.version), Conduct(Outcome.DONE, receipt=self._receipt)
         self._check_direction(resolved.version, request)
@@ -170,6 +182,14 @@ class Coordinator:
         conduct = self._conduct(command, lambda: self._check_staged(command, resolved))
         self._settle_update(before, resolved, conduct)
         return str(resolved.version), conduct
+
+    def _resolve(self, request: Request) -> ResolvedPublication:
+        """What is asked for; a bare step number, as FastDeploy writes it, means one of the channel's present epoch."""
+        latest = self._source.resolve(None, deadline_ns=request.deadline_ns)
+        if not request.version:
+            return latest
+        wanted = WeightVersion.parse(request.version, current_epoch=latest.version.epoch)
+        return latest if wanted == latest.version else self._source.resolve(wanted, deadline_ns=request.deadline_ns)
 
     def _is_live_already(self, resolved: ResolvedPublication) -> bool:
         is_same = self._state.version == str(resolved.version) and not self._state.is_cleared
@@ -191,14 +211,27 @@ class Coordinator:
     def _settle_update(self, before: Lifecycle, resolved: ResolvedPublication, conduct: Conduct) -> None:
         if conduct.outcome is Outcome.REJECTED:
             self._state.undo_update(before)
-        if conduct.outcome is not Outcome.DONE or conduct.parts is None:
-            return
+        if conduct.outcome is Outcome.DONE:
+            self._adopt(resolved, conduct)
+
+    def _adopt(self, resolved: ResolvedPublication, conduct: Conduct) -> None:
+        """Every rank committed: receipt and version are the new ones, at once."""
         receipts = [part.receipt for part in conduct.parts if part.receipt is not None]
-        conduct.receipt = merge(receipts, source=self._load_strategy, layout_digest=resolved.manifest.layout_digest)
+        try:
+            conduct.receipt = merge(receipts, source=self._load_strategy, layout_digest=resolved.manifest.layout_digest)
+        except FastDeployRLError as torn:
+            conduct.outcome, conduct.error = Outcome.FENCED, torn
+            self._fence(str(torn))
+            return
         self._receipt = conduct.receipt
         self._files.write_receipt(conduct.receipt)
         self._state.set_version(str(resolved.version), conduct.receipt.content_digest)
         self._state.finish_update()
+
+    def _fence(self, reason: str) -> None:
+        self._receipt = None
+        self._files.remove_receipt()
+        self._state.fence(reason)
 
     def _clear(self, request: Request) -> Conduct:
         if self._state.is_cleared:
@@ -206,6 +239,8 @@ class Coordinator:
         self._state.pause()
         conduct = self._conduct(self._announce(request, None, ""), lambda: None)
         if conduct.outcome is Outcome.DONE:
+            self._receipt = None
+            self._files.remove_receipt()
             self._state.clear()
         else:
             self._state.resume()
@@ -215,7 +250,7 @@ class Coordinator:
         if self._receipt is None or self._state.is_cleared:
             raise LifecycleError("there is no receipt to check: the engine is cleared; update it first")
         conduct = self._conduct(self._announce(request, None, ""), lambda: None)
-        if conduct.parts is not None:
+        if conduct.outcome is Outcome.DONE:
             found = [part.receipt for part in conduct.parts if part.receipt is not None]
             conduct.receipt, conduct.differing = self._receipt, differing(self._receipt, found)
         return conduct
@@ -247,11 +282,11 @@ class Coordinator:
             self._rendezvous.await_votes(command.number, Ballot.FINISHED, command.deadline_ns + _FINISH_GRACE_NS)
             parts = [self._files.read_part(rank, command.number) for rank in range(self._board.num_ranks)]
         except FastDeployRLError as lost:
-            self._state.fence(str(lost))
+            self._fence(str(lost))
             return Conduct(Outcome.FENCED, lost)
         fenced = next((part.fence_reason for part in parts if part.fence_reason), "")
         if fenced:
-            self._state.fence(fenced)
+            self._fence(fenced)
             return Conduct(Outcome.FENCED, StepFailedError(fenced), parts)
         return Conduct(Outcome.DONE if is_done else Outcome.REJECTED, error, parts)
 
@@ -276,7 +311,7 @@ class Coordinator:
     # --- the story ---------------------------------------------------------------------------------
 
     def _report(self, request: Request, version: str, previous: str, conduct: Conduct, seconds: float) -> UpdateReport:
-        ranks: list[RankReport] = [part.report for part in conduct.parts or []]
+        ranks: list[RankReport] = [part.report for part in conduct.parts]
         return UpdateReport(
             command=self._number,
             kind=request.kind.name.lower(),
@@ -289,7 +324,7 @@ class Coordinator:
             error=type(conduct.error).__name__ if conduct.error else "",
             reason=str(conduct.error) if conduct.error else "",
             receipt=conduct.receipt,
-            differing=conduct.differing or [],
+            differing=conduct.differing,
         )
 
 

@@ -177,8 +177,8 @@ class EngineState:
             record = layout.StatusRecord(
                 admission=self.lifecycle.admission.value,
                 update=self.lifecycle.update.value,
-                version=self.version,
-                content_digest=self.content_digest,
+                version="" if self.is_cleared else self.version,
+                content_digest="" if self.is_cleared else self.content_digest,
                 legacy_status=legacy_word(self.lifecycle, self._pending),
                 is_serving=int(answer.is_served),
                 commands_done=self.commands_done,

@@ -54,8 +54,14 @@ class RankFiles:
     def write_receipt(self, receipt: Receipt) -> None:
         self._write("receipt.json", receipt)
 
-    def read_receipt(self) -> Receipt:
+    def read_receipt(self) -> Receipt | None:
+        """None while nothing is live."""
+        if not (self._run_dir / "receipt.json").exists():
+            return None
         return self._read(Receipt, "receipt.json")
+
+    def remove_receipt(self) -> None:
+        (self._run_dir / "receipt.json").unlink(missing_ok=True)
 
     def _write(self, name: str, record: msgspec.Struct) -> None:
         fresh = self._run_dir / f"{name}.new"

@@ -15,7 +15,10 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 
 def tensor(view: TensorView) -> paddle.Tensor:
     """Zero-copy; reads and writes go to the view's memory. A view of a mapping without write permission must not be
-    written."""
+    written.
+
+    At most one at a time for an address: Paddle keeps one deleter for each, so that of two tensors over the same bytes
+    one would never let go of the mapping."""
     # What paddle.utils.dlpack.from_dlpack does, less its checks: a model has hundreds of parameters, and they are
     # rebound while the engine stands still.
     return paddle.Tensor(core.from_dlpack(view.mapping.dlpack(view.offset, view.shape, view.dtype)))

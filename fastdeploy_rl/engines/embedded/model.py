@@ -108,15 +108,18 @@ class LlamaModel:
         self._swap_halves = _swap_halves_matrix(config.head_dim)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        """Replaces every parameter; a head without a view of its own is the embedding."""
-        layers = range(self._config.num_hidden_layers)
+        """Replaces every parameter; a head without a view of its own is the embedding. Nothing is bound when it
+        fails."""
+        self.unbind()
+        tensors = _tensors({HEAD: views[EMBEDDING], **views})
         self._parameters = Parameters(
             embedding=views[EMBEDDING].numpy(),
             layers=tuple(
-                LayerParameters(*(_layer_tensor(views, index, name) for name in LAYER_NAMES)) for index in layers
+                LayerParameters(*(tensors[f"model.layers.{index}.{name}.weight"] for name in LAYER_NAMES))
+                for index in range(self._config.num_hidden_layers)
             ),
-            final_norm=paddle_view.tensor(views[FINAL_NORM]),
-            head=paddle_view.tensor(views.get(HEAD, views[EMBEDDING])),
+            final_norm=tensors[FINAL_NORM],
+            head=tensors[HEAD],
         )
 
     def unbind(self) -> None:
@@ -231,8 +234,16 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     return ops.matmul(hidden, weight, False, False)
 
 
-def _layer_tensor(views: Mapping[str, TensorView], index: int, name: str) -> Tensor:
-    return paddle_view.tensor(views[f"model.layers.{index}.{name}.weight"])
+def _tensors(views: Mapping[str, TensorView]) -> dict[str, Tensor]:
+    """One tensor for each place: parameters that were published as one memory share it."""
+    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    tensors = {}
+    for name, view in views.items():
+        place = (view.mapping.address + view.offset, view.shape)
+        if place not in made:
+            made[place] = paddle_view.tensor(view)
+        tensors[name] = made[place]
+    return tensors
 
 
 def _numpy_view(tensor: Tensor) -> Floats:

@@ -93,6 +93,7 @@ class EmbeddedRunner:
         return dict(self._bound)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
+        self.unbind()
         self._model.bind(views)
         self._bound = dict(views)
 

@@ -30,6 +30,7 @@ from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.report import CommandKind, RankReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
@@ -106,7 +107,13 @@ class DynamicWeightManager:
         self._rendezvous = BoardRendezvous(board, rank)
         self._files = RankFiles(board.run_dir)
         threads = config.num_copy_threads
-        self._state = RankState(runner=runner, num_threads=threads, arenas=ArenaPair(threads))
+        self._state = RankState(
+            runner=runner,
+            source=source,
+            plans=LastPlan(runner.parameters(), rank, board.num_ranks),
+            arenas=ArenaPair(threads),
+            num_threads=threads,
+        )
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
@@ -274,6 +281,7 @@ class DynamicWeightManager:
             deadline_ns=record.deadline_ns,
             runner=self._state.runner,
             source=self._source,
+            plans=self._state.plans,
             arenas=self._state.arenas,
             apply_mode=ALIAS if self._config.apply_mode == AUTO else self._config.apply_mode,
             num_threads=self._config.num_copy_threads,

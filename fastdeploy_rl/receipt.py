@@ -8,6 +8,7 @@ nothing of memory, ranks' processes or boards."""
 import functools
 
 import msgspec
+from msgspec import structs
 
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
 from fastdeploy_rl.errors import ChecksumMismatchError
@@ -55,8 +56,21 @@ def merge(parts: list[RankReceipt], *, source: str, layout_digest: str) -> Recei
         source=source,
         content_digest=content_digest_of(layout_digest, sums),
         read={name: value.hex() for name, value in sums.items()},
-        live={name: [part.live[name] for part in parts] for name in parts[0].live},
+        live=_live(parts),
     )
+
+
+def with_live(receipt: Receipt, parts: list[RankReceipt]) -> Receipt:
+    """The same proof of what was read, with what is live after the install. ChecksumMismatchError where a rank holds
+    another version."""
+    others = {part.version for part in parts} - {receipt.version}
+    if others:
+        raise ChecksumMismatchError(f"ranks hold {sorted(others)} beside {receipt.version}; update the engine again")
+    return structs.replace(receipt, live=_live(parts))
+
+
+def _live(parts: list[RankReceipt]) -> dict[str, list[str]]:
+    return {name: [part.live[name] for part in parts] for name in parts[0].live}
 
 
 def check_reads(receipt: Receipt, published: dict[str, str]) -> None:

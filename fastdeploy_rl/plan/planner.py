@@ -109,6 +109,26 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
     return _total(manifest.layout_digest, parameters, rank, num_ranks)
 
 
+class LastPlan:
+    """Plans one rank of a model again and again, and plans anew only where a publication is laid out otherwise than the
+    one before."""
+
+    def __init__(self, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> None:
+        self._specs, self._rank, self._num_ranks = specs, rank, num_ranks
+        self._places: tuple[str, list[tuple[Part, ...]]] | None = None
+        self._plan: Plan | None = None
+
+    def make(self, manifest: Manifest) -> Plan:
+        """As `make_plan`. Whether tied names agree depends on checksums, so coverage is checked each time."""
+        places = manifest.layout_digest, [tensor.parts for tensor in manifest.tensors]
+        if self._plan is not None and places == self._places:
+            check_coverage(manifest, self._specs)
+            return self._plan
+        self._plan = make_plan(manifest, self._specs, self._rank, self._num_ranks)
+        self._places = places
+        return self._plan
+
+
 def plan_reading(tensor: Tensor) -> PlannedParameter:
     """All of a published tensor, read and counted whole by one rank: for tensors that no parameter takes, such as the
     second name of a tied group that was published under both. They need no home, only a place in the receipt."""

@@ -50,7 +50,8 @@ class StagedSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. Called from one thread."""
+    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. `resolve` may be called from any
+    thread, everything else from one."""
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
         """The given version, or the latest. NoPublicationError when it is not to be had, naming the one that is."""
@@ -58,6 +59,10 @@ class WeightSource(Protocol):
 
     def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> StagedSource:
         """Brings the bytes that `plan` reads within reach. NoPublicationError when the version was superseded since."""
+        ...
+
+    def trim(self) -> None:
+        """Gives back what is kept only to make the next `stage` quicker: the engine is cleared."""
         ...
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """Load strategy `ipc`: the publisher's shared memory on this machine, read where it lies.
 
 Owns this process's leases on a channel and its mappings of published segments. Copies nothing and checks no bytes
-(whoever reads them does, against the manifest). Invariant: a lease is taken before its segment is mapped, and given
-back after it is unmapped.
+(whoever reads them does, against the manifest). Invariant: nobody reads a segment before its lease is taken, nor after
+it is given back; a mapping may outlive the lease, unread, to be used again.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from fastdeploy_rl._native import Mapping
@@ -13,7 +14,7 @@ from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublica
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.plan.planner import Plan
-from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.publish.leases import NUM_ARENAS, Holder, Lease, LeaseTable
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.version import WeightVersion
@@ -25,6 +26,7 @@ class IpcSource:
 
     def __init__(self, config: SourceConfig) -> None:
         self._channel = Channel(config.channel)
+        self._resolved: tuple[Latest, Manifest] | None = None
         self._reader: _ChannelReader | None = None
         self._staged: list[IpcStaged] = []
 
@@ -32,11 +34,19 @@ class IpcSource:
         """What `LATEST` names. NoPublicationError when nothing is published, or, naming both, another version than
         asked for."""
         self._channel.check()
-        latest, manifest = self._channel.read_publication(deadline_ns)
+        latest, manifest = self._publication(deadline_ns)
         found = WeightVersion.parse(latest.version)
         if version is not None and version != found:
             raise NoPublicationError(f"version {version} is not to be had: {self._channel.path} has {found}")
         return ResolvedPublication(found, manifest)
+
+    def _publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
+        """What LATEST names; a manifest is decoded once, since its digest stands in LATEST."""
+        known = self._resolved
+        if known is not None and known[0] == self._channel.read_latest():
+            return known
+        self._resolved = known = self._channel.read_publication(deadline_ns)
+        return known
 
     def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> "IpcStaged":
         """Leases and maps every segment of the version, read-only. All of it or, on an error, none."""
@@ -47,6 +57,11 @@ class IpcSource:
         staged = self._reader.stage(resolved.manifest)
         self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
         return staged
+
+    def trim(self) -> None:
+        """Unmaps the segments that nobody uses now."""
+        if self._reader is not None:
+            self._reader.trim()
 
     def close(self) -> None:
         """Releases what is staged and this process's standing as a holder. SegmentError while parameters still lie in
@@ -64,9 +79,13 @@ class IpcStaged:
 
     is_immutable = True
 
-    def __init__(self, leases: list[Lease], segments: list[SharedSegment]) -> None:
+    def __init__(
+        self, leases: list[Lease], segments: list[SharedSegment], keep: Callable[[SharedSegment], None]
+    ) -> None:
+        """`keep` takes a segment that is not needed any more."""
         self._leases = leases
         self._segments = segments
+        self._keep = keep
 
     @property
     def segments(self) -> tuple[Mapping, ...]:
@@ -77,23 +96,26 @@ class IpcStaged:
         return not self._leases
 
     def release(self) -> None:
-        """Unmaps, then gives the leases back. SegmentError while arrays or tensors lie in a segment: all leases then
+        """Lets the segments go, then the leases. SegmentError while arrays or tensors lie in a segment: all leases then
         stay."""
         for segment in self._segments:
-            _unmap(segment)
-        self._segments = []
+            _check_unused(segment)
+        while self._segments:
+            self._keep(self._segments.pop())
         while self._leases:
             self._leases.pop().release()
 
 
 class _ChannelReader:
-    """The open lease table and this process's token in it."""
+    """The open lease table, this process's token in it, and mappings of arenas that take turns: mapping one anew costs
+    as much as half a read of it."""
 
     def __init__(self, channel: Channel, table: LeaseTable, holder: Holder, resources: ExitStack) -> None:
         self._channel = channel
         self._table = table
         self._holder = holder
         self._resources = resources
+        self._kept: dict[str, SharedSegment] = {}
 
     @classmethod
     def open(cls, channel: Channel) -> "_ChannelReader":
@@ -106,14 +128,29 @@ class _ChannelReader:
             return cls(channel, table, holder, stack.pop_all())
 
     def stage(self, manifest: Manifest) -> IpcStaged:
+        self._drop_replaced()
         with ExitStack() as undo:
             leases = [self._lease(segment, undo) for segment in manifest.segments]
             segments = [self._map(segment, undo) for segment in manifest.segments]
             undo.pop_all()
-            return IpcStaged(leases, segments)
+            return IpcStaged(leases, segments, self._keep)
+
+    def trim(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     def close(self) -> None:
+        self.trim()
         self._resources.close()
+
+    def _keep(self, segment: SharedSegment) -> None:
+        self._kept[segment.name] = segment
+
+    def _drop_replaced(self) -> None:
+        """Memory whose name is in no row any more belongs to no publication to come: it must not stay for our sake."""
+        names = {self._table.segment(row) for row in range(NUM_ARENAS)}
+        for name in [name for name in self._kept if name not in names]:
+            self._kept.pop(name).close()
 
     def _lease(self, segment: Segment, undo: ExitStack) -> Lease:
         if segment.arena >= NUM_ARENAS:
@@ -129,10 +166,12 @@ class _ChannelReader:
         return lease
 
     def _map(self, segment: Segment, undo: ExitStack) -> SharedSegment:
+        mapped = self._kept.pop(segment.locator, None)
         try:
-            mapped = undo.enter_context(SharedSegment.attach(segment.locator))
+            mapped = mapped or SharedSegment.attach(segment.locator)
         except SegmentError as error:
             raise NoPublicationError(f"the memory of this version is gone: {error}; publish again") from error
+        undo.enter_context(mapped)
         if mapped.num_bytes != segment.num_bytes:
             raise ManifestError(
                 f"segment {segment.locator!r} has {mapped.num_bytes} bytes, its manifest says {segment.num_bytes}"
@@ -140,11 +179,9 @@ class _ChannelReader:
         return mapped
 
 
-def _unmap(segment: SharedSegment) -> None:
-    try:
-        segment.close()
-    except BufferError as error:
+def _check_unused(segment: SharedSegment) -> None:
+    if segment.mapping.num_exports:
         raise SegmentError(
             f"published segment {segment.name!r} is still in use: "
             f"{segment.mapping.num_exports} arrays or tensors lie in it"
-        ) from error
+        )

@@ -26,9 +26,9 @@ from fastdeploy_rl.board.layout import (
 )
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.errors import FastDeployRLError, LifecycleError, StepFailedError, VersionRegressError, from_wire
-from fastdeploy_rl.lifecycle import LegacyCommand, Lifecycle
+from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.memory.owner_lock import is_alive
-from fastdeploy_rl.receipt import Receipt, check_reads, differing, merge
+from fastdeploy_rl.receipt import Receipt, check_reads, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome, RankReport, UpdateReport
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
 from fastdeploy_rl.update.engine_state import EngineState
@@ -179,8 +179,12 @@ class Coordinator:
         self._check_direction(resolved.version, request)
         before = self._state.lifecycle
         command = self._announce(request, resolved.version, resolved.manifest.content_digest)
-        conduct = self._conduct(command, lambda: self._check_staged(command, resolved))
-        self._settle_update(before, resolved, conduct)
+        checked: list[Receipt] = []
+        conduct = self._conduct(command, lambda: checked.append(self._check_staged(command, resolved)))
+        if conduct.outcome is Outcome.REJECTED:
+            self._state.undo_update(before)
+        if conduct.outcome is Outcome.DONE:
+            self._adopt(resolved.version, checked[0], conduct)
         return str(resolved.version), conduct
 
     def _resolve(self, request: Request) -> ResolvedPublication:
@@ -202,30 +206,25 @@ class Coordinator:
                 "force the update if that is meant"
             )
 
-    def _check_staged(self, command: CommandRecord, resolved: ResolvedPublication) -> None:
+    def _check_staged(self, command: CommandRecord, resolved: ResolvedPublication) -> Receipt:
         """Before anything is touched: what all ranks read together is what was published."""
         receipts = [self._files.read_staged(rank, command.number) for rank in range(self._board.num_ranks)]
         merged = merge(receipts, source=self._load_strategy, layout_digest=resolved.manifest.layout_digest)
         check_reads(merged, {tensor.name: tensor.checksum for tensor in resolved.manifest.tensors})
+        return merged
 
-    def _settle_update(self, before: Lifecycle, resolved: ResolvedPublication, conduct: Conduct) -> None:
-        if conduct.outcome is Outcome.REJECTED:
-            self._state.undo_update(before)
-        if conduct.outcome is Outcome.DONE:
-            self._adopt(resolved, conduct)
-
-    def _adopt(self, resolved: ResolvedPublication, conduct: Conduct) -> None:
+    def _adopt(self, version: WeightVersion, checked: Receipt, conduct: Conduct) -> None:
         """Every rank committed: receipt and version are the new ones, at once."""
         receipts = [part.receipt for part in conduct.parts if part.receipt is not None]
         try:
-            conduct.receipt = merge(receipts, source=self._load_strategy, layout_digest=resolved.manifest.layout_digest)
+            conduct.receipt = with_live(checked, receipts)
         except FastDeployRLError as torn:
             conduct.outcome, conduct.error = Outcome.FENCED, torn
             self._fence(str(torn))
             return
         self._receipt = conduct.receipt
         self._files.write_receipt(conduct.receipt)
-        self._state.set_version(str(resolved.version), conduct.receipt.content_digest)
+        self._state.set_version(str(version), conduct.receipt.content_digest)
         self._state.finish_update()
 
     def _fence(self, reason: str) -> None:

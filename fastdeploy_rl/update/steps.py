@@ -16,7 +16,7 @@ from fastdeploy_rl.lifecycle import UpdateEvent
 from fastdeploy_rl.manifest import Tensor
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import Plan, PlannedParameter, PlannedRegion, make_plan, plan_reading
+from fastdeploy_rl.plan.planner import LastPlan, Plan, PlannedParameter, PlannedRegion, plan_reading
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
@@ -36,6 +36,7 @@ class RankUpdate:
     deadline_ns: int
     runner: ModelRunner
     source: WeightSource
+    plans: LastPlan
     arenas: ArenaPair
     apply_mode: str
     num_threads: int
@@ -79,8 +80,7 @@ def resolve(update: RankUpdate) -> int:
             f"version {update.version}: another publication replaced the one that rank 0 found; update again"
         )
     update.resolved = resolved
-    runner = update.runner
-    update.plan = make_plan(resolved.manifest, runner.parameters(), runner.rank, runner.num_ranks)
+    update.plan = update.plans.make(resolved.manifest)
     return 0
 
 

@@ -7,15 +7,17 @@ before."""
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.receipt import RankReceipt
 from fastdeploy_rl.report import RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
+from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.update.steps import COPY, STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep
 
@@ -25,8 +27,10 @@ class RankState:
     """What outlives a command on one rank. `live` is None while cleared."""
 
     runner: ModelRunner
+    source: WeightSource
+    plans: LastPlan
+    arenas: ArenaPair
     num_threads: int
-    arenas: ArenaPair = field(default_factory=ArenaPair)
     live: LiveWeights | None = None
 
 
@@ -176,6 +180,7 @@ class ClearCommand:
             live.release(self._state.arenas)
         self._state.live = None
         self._state.arenas.drop()
+        self._state.source.trim()
         self._steps.append(StepReport(step="clear", seconds=time.monotonic() - started, num_bytes=num_bytes))
 
     def retire(self) -> None:

@@ -352,15 +352,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def worker_environ(num_threads: int) -> dict[str, str]:
-    """A worker's environment: as many compute threads as its share of the cores, and none of them spinning."""
+    """A worker's environment: as many compute threads as its share of the cores, that spin no longer than they must."""
     threads = str(num_threads)
     return child_environ(
         {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "passive",
-            "KMP_BLOCKTIME": "0",
+            # A forward pass is hundreds of short parallel regions: threads that sleep at once after each make it twice
+            # as slow; those that spin for long take cores from whoever stages the next weights.
+            "KMP_BLOCKTIME": "1",
             "PYTHONUNBUFFERED": "1",
         }
     )

@@ -27,7 +27,7 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError
+from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
@@ -53,7 +53,6 @@ from fastdeploy_rl.version import WeightVersion
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT_NS = 1_000_000_000
-_HANDOVER_GRACE_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -214,15 +213,17 @@ class DynamicWeightManager:
         self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
 
     def _await_handover(self, number: int) -> _Handover | None:
-        deadline = time.monotonic() + _HANDOVER_GRACE_NS / 1e9
-        while time.monotonic() < deadline:
+        """What the manager's own thread staged for `number`; None when it did not come before the command's
+        deadline."""
+        record = self._rendezvous.current()
+        while record.number == number and (left_ns := record.deadline_ns - time.monotonic_ns()) > 0:
             try:
-                handover = self._handovers.get(timeout=max(0.0, deadline - time.monotonic()))
+                handover = self._handovers.get(timeout=left_ns / 1e9)
             except queue.Empty:
                 break
             if handover.record.number == number:
                 return handover
-            self._attempt(handover.command.undo)  # a command that missed its boundary
+            self._attempt(handover.command.undo)  # of a command that ended without this rank
         _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
         return None
 
@@ -347,6 +348,8 @@ class DynamicWeightManager:
             with as_step_failure("command", self.rank):
                 act()
         except FastDeployRLError as error:
-            _log.warning("rank=%d error=%s reason=%r", self.rank, type(error).__name__, str(error), exc_info=True)
+            is_unexpected = isinstance(error, StepFailedError)
+            kind, text = type(error).__name__, str(error)
+            _log.warning("rank=%d error=%s reason=%r", self.rank, kind, text, exc_info=is_unexpected)
             return _Failure(type(error).__name__, str(error))
         return None

@@ -1,0 +1,269 @@
+"""Bad input at the command line, as a user meets it: one clear line on stderr, exit code 2, and nothing left behind.
+
+What needs no process of its own stands in tests/unit/test_cli.py; what needs a running embedded engine in
+test_serve.py.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from served_model import write_tiny_llama
+
+from fastdeploy_rl.board.board import Board, board_name, engine_dir, owner_lock_path, remove_leftovers
+from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
+from fastdeploy_rl.publish.publisher import WeightPublisher
+from tests.process.numpy_engine import NumpyEngine, free_port
+
+CLI = (sys.executable, "-m", "fastdeploy_rl.cli")
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def refusal(*command: str, cwd: Path) -> str:
+    """The one line that a verb complains with."""
+    done = subprocess.run(command, capture_output=True, cwd=cwd, timeout=DEADLINE_S, check=False, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("fastdeploy-rl: error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+# --- serve -----------------------------------------------------------------------------------------
+
+
+class Serve:
+    """`serve` calls that are refused before anything was started."""
+
+    def __init__(self, model: Path, place: Path) -> None:
+        self._model = model
+        self._place = place
+        place.mkdir()
+        self.board_port = free_port()
+
+    def command(self, *options: str) -> list[str]:
+        """Later options win over the ones that would work."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        return [
+            *(*CLI, "serve", "--model", str(self._model), "--ipc-dir", str(self._place / "channel")),
+            *("--port", str(port), "--engine-worker-queue-port", str(self.board_port), *options),
+        ]
+
+    def refusal(self, *options: str, prefix: Sequence[str] = ()) -> str:
+        line = refusal(*prefix, *self.command(*options), cwd=self._place)
+        assert not engine_dir(self.board_port).exists()
+        assert [name for name in os.listdir("/dev/shm") if name.endswith(f".{self.board_port}")] == []
+        assert not (self._place / "channel").exists()
+        assert sorted(self._place.glob("log/workerlog.*")) == []
+        return line
+
+
+@pytest.fixture
+def serve(model_dir: Path, tmp_path: Path) -> Serve:
+    return Serve(model_dir, tmp_path / "place")
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
+    file = write_tiny_llama(tmp_path / "model") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    line = Serve(file.parent, tmp_path / "place").refusal()
+    assert f"{file}: truncated" in line
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    (model / "config.json").write_text("{")
+    assert f"{model / 'config.json'}: not a JSON object" in Serve(model, tmp_path / "place").refusal()
+
+
+def test_a_model_of_another_kind_is_named(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    line = Serve(model, tmp_path / "place").refusal()
+    assert "model_type" in line
+    assert "'mamba'" in line
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    assert str(model / "tokenizer.json") in Serve(model, tmp_path / "place").refusal()
+
+
+def test_a_rank_count_that_does_not_divide_says_what_would(serve: Serve) -> None:
+    line = serve.refusal("--tensor-parallel-size", "3")
+    assert "does not split over 3 ranks" in line
+    assert "num_key_value_heads 2" in line
+    assert "--tensor-parallel-size can be 1, 2" in line
+
+
+def test_more_tokens_than_positions_are_refused(serve: Serve) -> None:
+    assert "the model has positions for 256 tokens" in serve.refusal("--max-model-len", "257")
+
+
+def test_a_port_in_use_is_named(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"127.0.0.1 port {port}" in serve.refusal("--port", port)
+
+
+def test_a_host_that_is_not_this_machine_is_named(serve: Serve) -> None:
+    assert "192.0.2.1" in serve.refusal("--host", "192.0.2.1")  # an address kept for documentation
+
+
+def test_the_queue_port_of_a_live_engine_is_refused_and_that_engine_untouched(serve: Serve) -> None:
+    board = Board.create(free_port(), num_ranks=1)
+    try:
+        line = serve.refusal("--engine-worker-queue-port", str(board.port))
+        assert f"port {board.port} belongs to a live engine (pid {os.getpid()}" in line
+        Board.attach(board.port).close()
+        assert board.run_dir.is_dir()
+    finally:
+        board.close()
+
+
+def test_a_strategy_of_a_later_version_leaves_nothing(serve: Serve) -> None:
+    for name in ("rsync", "ipc_snapshot"):
+        assert f"'{name}' is not available in this version" in serve.refusal("--load-strategy", name)
+
+
+# --- no engine, or one that refuses ----------------------------------------------------------------
+
+
+@contextmanager
+def dead_engine(cwd: Path) -> Iterator[int]:
+    """The port of an engine that was killed and left its board."""
+    port = free_port()
+    script = f"import os, signal; from fastdeploy_rl.board.board import Board; Board.create({port}, num_ranks=1)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; os.kill(os.getpid(), {signal.SIGKILL.value})"], check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    try:
+        yield port
+    finally:
+        remove_leftovers(port)
+        owner_lock_path(port).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("verb", ["status", "update", "clear", "receipt"])
+def test_an_engine_that_was_killed_is_called_dead(verb: str, tmp_path: Path) -> None:
+    with dead_engine(tmp_path) as port:
+        line = refusal(*CLI, verb, "--engine", str(port), cwd=tmp_path)
+        assert f"port {port}: the engine that made this board is dead" in line
+        assert "fastdeploy-rl serve" in line
+        assert (Path("/dev/shm") / board_name(port)).exists()  # not ours to remove
+
+
+MODEL = NumpyModel((ParameterSpec("embed", "F32", (12, 5), 0), ParameterSpec("norm", "F32", (5,), None)))
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("numpy") / "channel"
+
+
+@pytest.fixture(scope="module")
+def engine(channel: Path) -> Iterator[NumpyEngine]:
+    with NumpyEngine(MODEL, channel=channel, num_ranks=2) as engine:
+        yield engine
+        assert engine.holds(random_weights(MODEL, 0))
+
+
+def test_an_update_before_any_trainer_came_names_the_channel(
+    engine: NumpyEngine, channel: Path, tmp_path: Path
+) -> None:
+    line = refusal(*CLI, "update", "--engine", str(engine.port), cwd=tmp_path)
+    assert f"no channel at {channel}" in line
+
+
+@pytest.mark.parametrize("version", ["soon", "1.2.3", "1.-2", "01.2"])
+def test_what_is_no_version_is_quoted(engine: NumpyEngine, channel: Path, version: str, tmp_path: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(random_weights(MODEL, 1), step=1)
+        assert version in refusal(*CLI, "update", version, "--engine", str(engine.port), cwd=tmp_path)
+
+
+def test_a_version_that_is_not_there_is_refused_and_the_one_that_is_is_named(
+    engine: NumpyEngine, channel: Path, tmp_path: Path
+) -> None:
+    with WeightPublisher(channel) as publisher:
+        published = publisher.publish(random_weights(MODEL, 1), step=1)
+        line = refusal(*CLI, "update", "77.1", "--engine", str(engine.port), cwd=tmp_path)
+        assert "version 77.1 is not to be had" in line
+        assert str(published.version) in line
+
+
+# --- publish ---------------------------------------------------------------------------------------
+
+
+def test_a_channel_with_a_live_publisher_is_refused_and_its_publication_stays(model_dir: Path, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(
+            {"norm": random_weights(NumpyModel((ParameterSpec("a", "F32", (3,), None),)), 0)["a"]}, step=1
+        )
+        latest = (channel / "LATEST").read_bytes()
+        line = refusal(*CLI, "publish", str(model_dir), "--step", "2", "--ipc-dir", str(channel), cwd=tmp_path)
+        assert f"channel {channel} already has a live publisher (pid {os.getpid()}" in line
+        assert (channel / "LATEST").read_bytes() == latest
+
+
+def test_a_channel_that_others_could_write_to_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    channel.mkdir()
+    channel.chmod(0o777)
+    line = refusal(*CLI, "publish", str(model_dir), "--step", "2", "--ipc-dir", str(channel), cwd=tmp_path)
+    assert str(channel) in line
+    assert list(channel.iterdir()) == []
+
+
+# --- no room in /dev/shm ---------------------------------------------------------------------------
+
+ROOM_BYTES = 64 << 10
+
+
+@pytest.fixture
+def small_shm() -> list[str]:
+    """A prefix that gives a command a /dev/shm of its own with ROOM_BYTES."""
+    prefix = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    prefix += ["sh", "-c", f'mount -t tmpfs -o size={ROOM_BYTES} none /dev/shm && exec "$@"', "sh"]
+    try:
+        subprocess.run([*prefix, "true"], check=True, capture_output=True, timeout=DEADLINE_S)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine lets nobody mount a /dev/shm of their own: {error}")
+    return prefix
+
+
+def bytes_needed_and_free(line: str) -> tuple[int, int]:
+    needed, _, rest = line.partition("needs ")[2].partition(" bytes of /dev/shm, ")
+    return int(needed), int(rest.partition(" are free")[0])
+
+
+def test_no_room_to_publish_tells_bytes_needed_and_free(model_dir: Path, tmp_path: Path, small_shm: list[str]) -> None:
+    channel = tmp_path / "channel"
+    line = refusal(*small_shm, *CLI, "publish", str(model_dir), "--step", "1", "--ipc-dir", str(channel), cwd=tmp_path)
+    needed, free = bytes_needed_and_free(line)
+    assert needed >= 4 * 264 * 32  # the embedding alone
+    assert free <= ROOM_BYTES < needed
+    assert not (channel / "LATEST").exists()
+    assert list(channel.glob("manifest-*")) == []
+
+
+def test_no_room_to_serve_tells_bytes_needed_and_free(serve: Serve, small_shm: list[str]) -> None:
+    needed, free = bytes_needed_and_free(serve.refusal(prefix=small_shm))
+    assert free <= ROOM_BYTES < needed

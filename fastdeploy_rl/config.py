@@ -17,12 +17,20 @@ DEFAULT_COPY_THREADS = 8
 CPUs."""
 
 
+FINISH_GRACE_S = 5.0
+"""After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
+BOARD_GRACE_S = FINISH_GRACE_S + 5.0
+"""How much longer than its deadline a client of the board waits for the outcome."""
+HTTP_GRACE_S = BOARD_GRACE_S + 5.0
+"""And a client over HTTP, whose answer still has to travel."""
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait
     begins."""
 
-    attach_s: float = 60.0
+    attach_s: float = 600.0
     update_s: float = 30.0
     clear_s: float = 30.0
     publish_s: float = 30.0

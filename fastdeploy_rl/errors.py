@@ -16,6 +16,7 @@
      |   |- CheckpointError         a checkpoint that cannot be read
      |   |- UpdateRejectedError     a command ended without taking effect; nothing changed
      |   |- NotServingError         paused, cleared or fenced: come back later
+     |   |- FencedError             a command ended where no complete version is known to be live; update again
      |   `- StepFailedError         a step of an update failed for a reason of its own
      `- WorldError                  the machine and the peers
          |- DeadlineExceededError   a wait ran out of time; names what and whom it waited for
@@ -99,6 +100,10 @@ class UpdateRejectedError(EngineError):
 
 
 class NotServingError(EngineError):
+    http_status = 503
+
+
+class FencedError(EngineError):
     http_status = 503
 
 

@@ -11,6 +11,7 @@ In the engine's loop:
     every rank:   if number: manager.run(number)     # the stalled part: drain .. commit
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -27,7 +28,13 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, StepFailedError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FastDeployRLError,
+    LifecycleError,
+    StepFailedError,
+)
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
@@ -36,9 +43,8 @@ from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.cold_start import cold_weights, specs_digest
 from fastdeploy_rl.update.coordinator import Coordinator
-from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart
-from fastdeploy_rl.update.steps import ALIAS, APPLY_MODES, AUTO, RankUpdate, UpdateStep
+from fastdeploy_rl.update.steps import APPLY_MODES, AUTO, RankUpdate, UpdateStep
 from fastdeploy_rl.update.transaction import (
     ClearCommand,
     RankCommand,
@@ -116,10 +122,9 @@ class DynamicWeightManager:
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
-        self._stager = threading.Thread(target=self._follow_commands, name="fastdeploy_rl-stager", daemon=True)
-        self._engine: EngineState | None = None
+        self._stager = threading.Thread(target=self._stage_commands, name="fastdeploy_rl-stager", daemon=True)
+        self._fault = ""
         self._coordinator: Coordinator | None = None
-        self._pending_number = 0
         self.wake_fd = -1
 
     # --- life --------------------------------------------------------------------------------------
@@ -131,9 +136,11 @@ class DynamicWeightManager:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if initial is not None:
             self._adopt(initial)
+        else:
+            self._files.write_part(self.rank, 0, RankPart(RankReport(rank=self.rank, steps=[])))
         self._rendezvous.show(phase="ready", version=str(initial.version) if initial else "")
         if self.rank == 0:
-            self._start_coordinator(initial)
+            self._start_coordinator()
         self._stager.start()
 
     def _adopt(self, initial: InitialWeights) -> None:
@@ -145,37 +152,52 @@ class DynamicWeightManager:
         part = RankPart(RankReport(rank=self.rank, steps=[]), rank_receipt(self.rank, live, live.live))
         self._files.write_part(self.rank, 0, part)
 
-    def _start_coordinator(self, initial: InitialWeights | None) -> None:
+    def _start_coordinator(self) -> None:
         deadline_ns = time.monotonic_ns() + int(self._config.deadlines.attach_s * 1e9)
         self._rendezvous.await_ranks(lambda record: record.phase == "ready", "start of the engine", deadline_ns)
-        self._engine = EngineState(self._board)
         self._coordinator = Coordinator(
             board=self._board,
             rendezvous=self._rendezvous,
             source=self._source,
-            state=self._engine,
             load_strategy=self._config.load_strategy,
-            legacy_deadline_s=self._config.deadlines.update_s,
+            deadlines=self._config.deadlines,
+            on_fault=self._note_fault,
         )
-        ranks = range(self._board.num_ranks)
-        parts = [self._files.read_part(rank, 0) for rank in ranks] if initial is not None else None
-        self._coordinator.start(parts, specs_digest(self._state.runner.parameters()))
+        parts = self._files.read_parts(self._board.num_ranks, 0)
+        cold = [part.receipt for part in parts if part.receipt is not None]
+        self._files.remove_command(0)
+        self._coordinator.start(cold, specs_digest(self._state.runner.parameters()))
 
     def close(self) -> None:
-        """Ends the threads, lets go of weights and leases. The runner must not be used afterwards."""
+        """Ends the threads, lets go of weights and leases; what goes wrong on the way is raised at the end. The runner
+        must not be used afterwards."""
         self._is_stopping.set()
         self._board.abandon_waits()
-        if self._coordinator is not None:
-            self._coordinator.stop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_wake_fd)
+            stack.callback(self._source.close)
+            stack.callback(self._state.arenas.drop)
+            stack.callback(self._let_go)
+            stack.callback(self._retire_replaced)
+            stack.callback(self._join_stager)
+            if self._coordinator is not None:
+                stack.callback(self._coordinator.stop)
+
+    def _join_stager(self) -> None:
         if self._stager.is_alive():
             self._stager.join(self._config.deadlines.stop_s)
-        self._retire_replaced()
+            if self._stager.is_alive():
+                raise DeadlineExceededError(
+                    f"rank {self.rank}: staging did not end within {self._config.deadlines.stop_s} s"
+                )
+
+    def _let_go(self) -> None:
+        live, self._state.live = self._state.live, None
         self._state.runner.unbind()
-        if self._state.live is not None:
-            self._state.live.release(self._state.arenas)
-            self._state.live = None
-        self._state.arenas.drop()
-        self._source.close()
+        if live is not None:
+            live.release(self._state.arenas)
+
+    def _close_wake_fd(self) -> None:
         if self.wake_fd >= 0:
             os.close(self.wake_fd)
             self.wake_fd = -1
@@ -188,12 +210,15 @@ class DynamicWeightManager:
         return self._state.live is not None
 
     def poll(self) -> int:
-        """Number of the command whose stalled part every rank must `run` at this boundary; 0 when there is none."""
-        if self._handovers.empty():
-            return 0
+        """Number of the command whose stalled part every rank must `run` at this boundary; 0 when there is none.
+
+        StepFailedError when a thread of the manager has died: this engine can take no command any more."""
+        # The event first: one that comes after this look wakes the loop again, one before it is in the queue by now.
         if select.select([self.wake_fd], [], [], 0)[0]:
             os.eventfd_read(self.wake_fd)
-        return self._pending_number
+        if self._fault:
+            raise StepFailedError(f"rank {self.rank} cannot follow commands any more: {self._fault}")
+        return 0 if self._handovers.empty() else self._rendezvous.current().number
 
     def run(self, number: int) -> None:
         """The stalled part of command `number`, on every rank at the same boundary; at most until the command's
@@ -213,21 +238,29 @@ class DynamicWeightManager:
         self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
 
     def _await_handover(self, number: int) -> _Handover | None:
-        """What the manager's own thread staged for `number`; None when it did not come before the command's
-        deadline."""
+        """What the manager's own thread staged for `number`; None when that was taken back, or did not come before the
+        command's deadline."""
         record = self._rendezvous.current()
-        while record.number == number and (left_ns := record.deadline_ns - time.monotonic_ns()) > 0:
-            try:
-                handover = self._handovers.get(timeout=left_ns / 1e9)
-            except queue.Empty:
-                break
-            if handover.record.number == number:
-                return handover
-            self._attempt(handover.command.undo)  # of a command that ended without this rank
-        _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
-        return None
+        left_s = max(0.0, (record.deadline_ns - time.monotonic_ns()) / 1e9) if record.number == number else 0.0
+        try:
+            return self._handovers.get(timeout=left_s) if left_s else self._handovers.get_nowait()
+        except queue.Empty:
+            _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
+            return None
 
     # --- the manager's thread ----------------------------------------------------------------------
+
+    def _note_fault(self, reason: str) -> None:
+        _log.critical("rank=%d event=fault reason=%r", self.rank, reason)
+        self._fault = reason
+        os.eventfd_write(self.wake_fd, 1)
+
+    def _stage_commands(self) -> None:
+        try:
+            self._follow_commands()
+        except BaseException as error:
+            self._note_fault(f"{type(error).__name__}: {error}")
+            raise
 
     def _follow_commands(self) -> None:
         last = 0
@@ -260,11 +293,21 @@ class DynamicWeightManager:
         else:
             self._rendezvous.vote(record.number, Ballot.REFUSED, phase="refused", error=error.name, reason=error.text)
         if self._decision(Question.INSTALL, record) is Decision.YES:
-            self._pending_number = record.number
-            self._handovers.put(_Handover(record, command))
-            os.eventfd_write(self.wake_fd, 1)
+            self._hand_over(_Handover(record, command))
         else:
             self._finish(record, command, Decision.NO, error)
+
+    def _hand_over(self, handover: _Handover) -> None:
+        """To the engine's loop; taken back when the deadline passes before it comes for it: then no rank can commit."""
+        self._handovers.put(handover)
+        os.eventfd_write(self.wake_fd, 1)
+        if self._board.wait_until(self._handovers.empty, handover.record.deadline_ns):
+            return
+        try:
+            handover = self._handovers.get_nowait()
+        except queue.Empty:
+            return
+        self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), None)
 
     def _write_staged(self, record: CommandRecord, command: RankCommand) -> None:
         receipt = command.receipt()
@@ -284,7 +327,7 @@ class DynamicWeightManager:
             source=self._source,
             plans=self._state.plans,
             arenas=self._state.arenas,
-            apply_mode=ALIAS if self._config.apply_mode == AUTO else self._config.apply_mode,
+            apply_mode=self._config.apply_mode,
             num_threads=self._config.num_copy_threads,
             old=self._state.live,
         )
@@ -292,8 +335,8 @@ class DynamicWeightManager:
 
     def _observe(self, step: UpdateStep) -> None:
         self._rendezvous.show(phase=step.name)
-        if self._engine is not None:
-            self._engine.begin(step.event)
+        if self._coordinator is not None:
+            self._coordinator.state.begin(step.event)
 
     # --- both threads, one after the other ---------------------------------------------------------
 
@@ -319,7 +362,7 @@ class DynamicWeightManager:
         stall_seconds = 0.0 if stalled_since is None else time.monotonic() - stalled_since
         if failure is not None and stalled_since is not None:
             fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
-            self._fence()
+            self._fence(command)
         part = RankPart(
             report=structs.replace(command.report(error.text if error else ""), stall_seconds=stall_seconds),
             receipt=command.receipt() if is_committed and not fence_reason else None,
@@ -329,18 +372,21 @@ class DynamicWeightManager:
             self._replaced.put(command)
         version = str(self._state.live.version) if self._state.live is not None else ""
         outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
-        self._files.write_part(self.rank, record.number, part)
+        self._attempt(lambda: self._files.write_part(self.rank, record.number, part))
         self._rendezvous.show(version=version)
         self._rendezvous.vote(record.number, Ballot.FINISHED, phase="fenced" if fence_reason else "idle")
         _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
 
-    def _fence(self) -> None:
-        """Nothing of a torn version stays within reach of a request."""
-        runner = self._state.runner
+    def _fence(self, command: RankCommand) -> None:
+        """Nothing of a torn version stays within reach of a request, and nothing of it is held."""
+        runner, live = self._state.runner, self._state.live
         runner.abort_requests("the engine is fenced")
         runner.drop_kv_cache()
         runner.unbind()
         self._state.live = None
+        self._attempt(command.abandon)
+        if live is not None:
+            self._attempt(lambda: live.release(self._state.arenas))
 
     def _attempt(self, act: Callable[[], None]) -> _Failure | None:
         """What went wrong, as text only: an exception's frames would keep views of published memory alive."""

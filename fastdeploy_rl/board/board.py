@@ -19,6 +19,7 @@ from fastdeploy_rl.config import runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
+from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, RankStatus
 
@@ -38,8 +39,10 @@ def engine_dir(port: int) -> Path:
     return runtime_dir() / "engines" / str(port)
 
 
-def owner_lock_path(port: int) -> Path:
-    return runtime_dir() / "engines" / f"{port}.lock"
+def owner_lock_path(run_dir: Path) -> Path:
+    """The lock that an engine holds while it lives, beside its run directory. The board says where that is, so that
+    whoever has another runtime directory finds the same one."""
+    return run_dir.with_name(f"{run_dir.name}.lock")
 
 
 class Board:
@@ -63,10 +66,11 @@ class Board:
         ConfigurationError when a live engine has the port; then nothing of it was touched."""
         if not 0 < num_ranks <= layout.MAX_RANKS:
             raise ConfigurationError(f"an engine has 1 to {layout.MAX_RANKS} ranks, got {num_ranks}")
-        lock = _lock_port(port)
+        _refuse_live_engine(port)
+        run_dir = engine_dir(port)
+        lock = _lock_port(port, run_dir)
         try:
             remove_leftovers(port)
-            run_dir = engine_dir(port)
             for path in (run_dir, run_dir / "clients"):
                 path.mkdir(mode=0o700)
             create_words(port)
@@ -100,12 +104,10 @@ class Board:
 
     @property
     def run_dir(self) -> Path:
-        with memoryview(self.mapping) as view:
-            text = bytes(view[layout.RUN_DIR_OFFSET : layout.RUN_DIR_OFFSET + layout.RUN_DIR_BYTES])
-        return Path(text.rstrip(b"\0").decode())
+        return _read_run_dir(self.mapping)
 
     def is_owner_alive(self) -> bool:
-        return self._lock is not None or is_alive(owner_lock_path(self.port))
+        return self._lock is not None or is_alive(owner_lock_path(self.run_dir))
 
     def close(self) -> None:
         """Detaches; the owner also removes board, words and run directory."""
@@ -255,17 +257,41 @@ def remove_leftovers(port: int) -> None:
     shutil.rmtree(engine_dir(port), ignore_errors=True)
 
 
-def _lock_port(port: int) -> OwnerLock:
-    path = owner_lock_path(port)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = OwnerLock(path)
+def _read_run_dir(mapping: _native.Mapping) -> Path:
+    with memoryview(mapping) as view:
+        text = bytes(view[layout.RUN_DIR_OFFSET : layout.RUN_DIR_OFFSET + layout.RUN_DIR_BYTES])
+    return Path(os.fsdecode(text.rstrip(b"\0")))
+
+
+def _refuse_live_engine(port: int) -> None:
+    """Whatever runtime directory a live engine was started with, its board says where its lock is."""
+    try:
+        segment = SharedSegment.attach(board_name(port))
+    except SegmentError:
+        return
+    with segment:
+        if not _is_board(segment.mapping):
+            return
+        path = owner_lock_path(_read_run_dir(segment.mapping))
+        if is_alive(path):
+            raise _port_taken(port, path)
+
+
+def _lock_port(port: int, run_dir: Path) -> OwnerLock:
+    open_private_directory(runtime_dir())
+    run_dir.parent.mkdir(mode=0o700, exist_ok=True)
+    lock = OwnerLock(owner_lock_path(run_dir))
     try:
         lock.acquire()
     except SegmentError as error:
-        raise ConfigurationError(
-            f"engine worker queue port {port} belongs to a live engine ({owner_of(path)}); choose another one"
-        ) from error
+        raise _port_taken(port, lock.path) from error
     return lock
+
+
+def _port_taken(port: int, lock_path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"engine worker queue port {port} belongs to a live engine ({owner_of(lock_path)}); choose another one"
+    )
 
 
 def _write_header(mapping: _native.Mapping, port: int, num_ranks: int, run_dir: Path) -> None:
@@ -284,8 +310,13 @@ def _write_header(mapping: _native.Mapping, port: int, num_ranks: int, run_dir: 
         _native.store_u64(mapping, offset, value)
 
 
+def _is_board(mapping: _native.Mapping) -> bool:
+    is_large = mapping.num_bytes >= layout.board_bytes(1)
+    return is_large and _native.load_u64(mapping, layout.MAGIC_OFFSET) == layout.MAGIC
+
+
 def _check_header(mapping: _native.Mapping, port: int) -> None:
-    if mapping.num_bytes < layout.board_bytes(1) or _native.load_u64(mapping, layout.MAGIC_OFFSET) != layout.MAGIC:
+    if not _is_board(mapping):
         raise EngineNotFoundError(
             f"port {port}: {board_name(port)} is no board, or its engine is just starting; try again"
         )
@@ -295,7 +326,7 @@ def _check_header(mapping: _native.Mapping, port: int) -> None:
         raise EngineNotFoundError(
             f"port {port}: board abi {abi} (expected {layout.ABI}) of {num_ranks} ranks in {mapping.num_bytes} bytes"
         )
-    if not is_alive(owner_lock_path(port)):
+    if not is_alive(owner_lock_path(_read_run_dir(mapping))):
         raise EngineNotFoundError(
             f"port {port}: the engine that made this board is dead; start one with `fastdeploy-rl serve`"
         )

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
 ABI = 1
-MAX_RANKS = 256
+MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
 
@@ -92,7 +92,8 @@ def slot_token(word: int) -> int:
 
 
 class Ballot(enum.IntEnum):
-    """How far a rank has come with the command it acknowledges; grows, and REFUSED / FAILED end the way up."""
+    """How far a rank has come with the command it acknowledges. Grows; a rank that REFUSED to go on to STAGED or
+    FAILED to become VERIFIED next is FINISHED."""
 
     NONE = 0
     STARTED = 1
@@ -102,6 +103,9 @@ class Ballot(enum.IntEnum):
     FAILED = 5
     FINISHED = 6
     """The rank follows the outcome: committed, or undone; its part of the report is written."""
+
+
+AGAINST = frozenset({Ballot.REFUSED, Ballot.FAILED})
 
 
 class StatusRecord(NamedTuple):
@@ -116,7 +120,8 @@ class StatusRecord(NamedTuple):
 
 
 class CommandRecord(NamedTuple):
-    """`number` grows by one; `has_version` is 0 for commands that concern none; `deadline_ns` is CLOCK_MONOTONIC."""
+    """`number` grows by one; epoch, step and digest are zero for commands that concern no version; `deadline_ns` is
+    CLOCK_MONOTONIC."""
 
     number: int
     kind: int

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
+from fastdeploy_rl.board.layout import AGAINST, Ballot, CommandRecord, Decision, RankRecord
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError
 
 
@@ -70,9 +70,6 @@ class Rendezvous(Protocol):
     def await_decision(self, question: Question, command: int, deadline_ns: int) -> Decision:
         """Blocks until decided; proposes NO when the deadline passes first."""
         ...
-
-
-_AGAINST = (Ballot.REFUSED, Ballot.FAILED)
 
 
 class BoardRendezvous:
@@ -160,13 +157,14 @@ class BoardRendezvous:
 
 
 def _has_reached(record: RankRecord, command: int, wanted: Ballot) -> bool:
-    return record.command == command and (record.ballot >= wanted or record.ballot in _AGAINST)
+    """Also where the rank is against it: it will not come any closer."""
+    if record.command != command:
+        return False
+    return record.ballot == wanted if wanted is Ballot.FINISHED else record.ballot >= wanted or record.ballot in AGAINST
 
 
 def _is_settled(records: list[RankRecord], command: int, wanted: Ballot) -> bool:
-    """All have reached it, or one is against, which settles every question but who FINISHED."""
-    if wanted is Ballot.FINISHED:
-        return all(record.command == command and record.ballot == wanted for record in records)
-    if any(record.command == command and record.ballot in _AGAINST for record in records):
+    """One rank against it settles every question but who has finished."""
+    if wanted is not Ballot.FINISHED and any(r.command == command and r.ballot in AGAINST for r in records):
         return True
     return all(_has_reached(record, command, wanted) for record in records)

@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output went away, as `head` does; without this the interpreter complains again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"fastdeploy-rl: error: {_one_line(error)}", file=sys.stderr)
+        return 1
 
 
 def _one_line(error: Exception) -> str:

@@ -54,7 +54,7 @@ def add_parser(verbs: Verbs) -> None:
         "--apply-mode",
         choices=APPLY_MODES,
         default="auto",
-        help="alias published memory, copy it, or the cheaper (default)",
+        help="alias published memory, copy it, or alias what can be and copy the rest (auto, the default)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="HTTP address (default 127.0.0.1)")
     parser.add_argument("--port", type=port, default=DEFAULT_HTTP_PORT, help=f"HTTP port (default {DEFAULT_HTTP_PORT})")

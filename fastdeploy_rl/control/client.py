@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from fastdeploy_rl.config import HTTP_GRACE_S
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import (
     ConfigurationError,
@@ -25,8 +26,6 @@ from fastdeploy_rl.version import WeightVersion
 
 CONNECT_S = 5.0
 STATUS_S = 10.0
-GRACE_S = 5.0
-"""The engine keeps the deadline; this is for its answer to travel."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -78,7 +77,7 @@ class HttpEngine:
         self.close()
 
     def _call(self, method: str, path: str, kind: type[_ResultT], deadline_s: float, **content: Any) -> _ResultT:
-        timeout = httpx.Timeout(deadline_s + GRACE_S, connect=CONNECT_S)
+        timeout = httpx.Timeout(deadline_s + HTTP_GRACE_S, connect=CONNECT_S)
         try:
             answer = self._http.request(method, path, timeout=timeout, **content)
         except httpx.ConnectError as error:
@@ -87,7 +86,7 @@ class HttpEngine:
             ) from error
         except httpx.TimeoutException as error:
             raise DeadlineExceededError(
-                f"{self._url}{path} did not answer within {deadline_s + GRACE_S:g} s"
+                f"{self._url}{path} did not answer within {deadline_s + HTTP_GRACE_S:g} s"
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(f"{self._url}{path}: {error or type(error).__name__}") from error

@@ -68,6 +68,7 @@ def make_app(face: EngineFace) -> FastAPI:
     app = FastAPI(title="fastdeploy_rl", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(FastDeployRLError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_error)
     _add_engine_routes(app, face)
     _add_completion_routes(app, face)
     _add_weight_routes(app, face.weights)

@@ -115,12 +115,12 @@ class LastPlan:
 
     def __init__(self, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> None:
         self._specs, self._rank, self._num_ranks = specs, rank, num_ranks
-        self._places: tuple[str, list[tuple[Part, ...]]] | None = None
+        self._places: tuple[str, list[tuple[str, tuple[Part, ...]]]] | None = None
         self._plan: Plan | None = None
 
     def make(self, manifest: Manifest) -> Plan:
         """As `make_plan`. Whether tied names agree depends on checksums, so coverage is checked each time."""
-        places = manifest.layout_digest, [tensor.parts for tensor in manifest.tensors]
+        places = manifest.layout_digest, [(tensor.name, tensor.parts) for tensor in manifest.tensors]
         if self._plan is not None and places == self._places:
             check_coverage(manifest, self._specs)
             return self._plan

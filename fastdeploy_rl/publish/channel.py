@@ -76,8 +76,7 @@ class Channel:
         except FileNotFoundError as error:
             raise NoPublicationError(f"no channel at {self.path}: no trainer has published there yet") from error
 
-    # --- reading
-    # -------------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------
 
     def read_latest(self) -> Latest | None:
         """What was published last; None when nothing is. ManifestError when the file is not what a publisher writes."""
@@ -126,8 +125,7 @@ class Channel:
             if time.monotonic_ns() >= deadline_ns:
                 raise DeadlineExceededError(f"versions of {self.path} are superseded faster than they can be read")
 
-    # --- writing: under the channel's lock
-    # -----------------------------------------------------------------------------
+    # --- writing: under the channel's lock ---------------------------------------------------------
 
     def take_epoch(self) -> int:
         """Counts `EPOCH` up, past that of the latest version, and returns it: the first is 1."""

@@ -108,9 +108,9 @@ class LeaseTable:
         self.path = path
         self._holders_dir = holders_dir
         self._mapping: Mapping | None = None
+        self._inode = 0
 
-    # --- opening
-    # -------------------------------------------------------------------------------------------------------
+    # --- opening -----------------------------------------------------------------------------------
 
     def create(self) -> None:
         """Makes the file where there is none (whole, by rename) and opens it. Only under the channel's lock."""
@@ -139,12 +139,21 @@ class LeaseTable:
             if os.fstat(fd).st_size < _TABLE_BYTES:
                 raise SegmentError(f"{self.path} is no lease table: {os.fstat(fd).st_size} bytes, not {_TABLE_BYTES}")
             mapping = Mapping.map_fd(fd, _TABLE_BYTES, True)
+            self._inode = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         if (_native.load_u64(mapping, 0), _native.load_u64(mapping, 8)) != (_MAGIC, _ABI):
             mapping.close()
             raise SegmentError(f"{self.path} is no lease table of this version of fastdeploy_rl")
         self._mapping = mapping
+
+    @property
+    def is_at_path(self) -> bool:
+        """False when the open table's file was removed, or replaced by another."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         if self._mapping is not None:
@@ -157,8 +166,7 @@ class LeaseTable:
             raise SegmentError(f"lease table {self.path} is not open")
         return self._mapping
 
-    # --- readers
-    # -------------------------------------------------------------------------------------------------------
+    # --- readers -----------------------------------------------------------------------------------
 
     def generation(self, arena: int) -> int:
         return _native.load_u64(self._words, _row(arena))
@@ -193,8 +201,7 @@ class LeaseTable:
                 break
         raise SegmentError(f"arena {arena} of {self.path.parent} already carries {NUM_SLOTS} leases of live processes")
 
-    # --- the writer
-    # ----------------------------------------------------------------------------------------------------
+    # --- the writer --------------------------------------------------------------------------------
 
     def holders(self, arena: int) -> tuple[HolderInfo, ...]:
         """Live leases on an arena. Slots of dead holders are emptied on the way, and their lock files removed."""

@@ -28,6 +28,7 @@ class IpcSource:
         self._channel = Channel(config.channel)
         self._resolved: tuple[Latest, Manifest] | None = None
         self._reader: _ChannelReader | None = None
+        self._former: list[_ChannelReader] = []
         self._staged: list[IpcStaged] = []
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
@@ -52,6 +53,9 @@ class IpcSource:
         """Leases and maps every segment of the version, read-only. All of it or, on an error, none."""
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceededError(f"no time left to stage version {resolved.version}")
+        if self._reader is not None and not self._reader.is_current:
+            self._former.append(self._reader)  # what is leased there stays so until it is released
+            self._reader = None
         if self._reader is None:
             self._reader = _ChannelReader.open(self._channel)
         staged = self._reader.stage(resolved.manifest)
@@ -69,8 +73,9 @@ class IpcSource:
         while self._staged:
             self._staged[-1].release()
             self._staged.pop()
-        reader, self._reader = self._reader, None
-        if reader is not None:
+        readers = [*self._former, *([self._reader] if self._reader else [])]
+        self._former, self._reader = [], None
+        for reader in readers:
             reader.close()
 
 
@@ -134,6 +139,11 @@ class _ChannelReader:
             segments = [self._map(segment, undo) for segment in manifest.segments]
             undo.pop_all()
             return IpcStaged(leases, segments, self._keep)
+
+    @property
+    def is_current(self) -> bool:
+        """False when the channel was removed and made anew since."""
+        return self._table.is_at_path
 
     def trim(self) -> None:
         while self._kept:

@@ -12,6 +12,7 @@ from types import TracebackType
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
+from fastdeploy_rl.config import BOARD_GRACE_S
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     DeadlineExceededError,
@@ -19,18 +20,18 @@ from fastdeploy_rl.errors import (
     FastDeployRLError,
     NotServingError,
     PeerLostError,
+    RequestError,
     from_wire,
 )
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, Outcome, UpdateReport
-from fastdeploy_rl.update.coordinator import client_lock_path
 from fastdeploy_rl.update.rank_files import RankFiles
+from fastdeploy_rl.update.requests import client_lock_path
 from fastdeploy_rl.version import WeightVersion
 
-_ANSWER_GRACE_NS = 10_000_000_000
-"""The engine answers by the request's deadline or, while its ranks follow a decision, a little later."""
-_CLAIM_SLICE_NS = 1_000_000_000
+_LOOK_AGAIN_NS = 1_000_000_000
+"""While it waits, a client looks this often whether the engine is still alive."""
 
 
 class BoardClient:
@@ -102,8 +103,11 @@ class BoardClient:
         return report.receipt
 
     def last_report(self) -> UpdateReport:
-        """Of the command that ended last, whoever asked for it. StepFailedError where there was none yet."""
-        return RankFiles(self._board.run_dir).read_report(self._board.status().commands_done)
+        """Of the command that ended last, whoever asked for it. RequestError where there was none yet."""
+        done = self._board.status().commands_done
+        if not done:
+            raise RequestError(f"port {self._port}: there is no report yet: the engine has had no command")
+        return RankFiles(self._board.run_dir).read_report(done)
 
     # --- one request -------------------------------------------------------------------------------
 
@@ -147,9 +151,9 @@ class BoardClient:
 
     def _await_outcome(self, offset: int, kind: CommandKind, deadline_s: float, deadline_ns: int) -> None:
         finished = layout.slot_word(self._token, SlotState.FINISHED)
-        last_ns = deadline_ns + _ANSWER_GRACE_NS
+        last_ns = deadline_ns + int(BOARD_GRACE_S * 1e9)
         while not self._board.wait_until(
-            lambda: self._board.load(offset) == finished, min(last_ns, time.monotonic_ns() + _CLAIM_SLICE_NS)
+            lambda: self._board.load(offset) == finished, min(last_ns, time.monotonic_ns() + _LOOK_AGAIN_NS)
         ):
             if not self._board.is_owner_alive():
                 raise PeerLostError(f"port {self._port}: the engine died during {kind.name.lower()}")

@@ -1,7 +1,7 @@
 """A cold start's weights as if an update had brought them, so that they have a receipt of the same kind.
 
 Owns the checksums of what a checkpoint put into memory: `live` of each parameter, and `read` as if the engine's own
-global tensors had been published in the engine's layout and dtype. So the receipts of a cold engine and of an updated
+global tensors had been published in the engine's layout and dtype. So the checksums of a cold engine and of an updated
 one with the same weights in the same layout agree."""
 
 from collections.abc import Sequence

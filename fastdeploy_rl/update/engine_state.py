@@ -42,13 +42,19 @@ class EngineState:
         self._pending: LegacyCommand | None = None
         self._reason = ""
         self.lifecycle = Lifecycle()
-        self.version = ""
+        self.last_version = ""
+        """Live now or, while cleared, before: versions do not go back behind it."""
         self.content_digest = ""
         self.commands_done = 0
 
     @property
     def weights_word(self) -> StatusWord:
         return self._weights_word
+
+    @property
+    def live_version(self) -> str:
+        """Empty while none is live."""
+        return "" if self.is_cleared or self.lifecycle.admission is Admission.FENCED else self.last_version
 
     @property
     def is_serving(self) -> bool:
@@ -62,17 +68,12 @@ class EngineState:
 
     def start(self, version: str, content_digest: str) -> None:
         """A complete version is live for the first time."""
+        self.last_version, self.content_digest = version, content_digest
         self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.LOAD)
-        self.set_version(version, content_digest)
 
     def start_cleared(self) -> None:
         """Every rank is there, without weights: the first update brings them."""
         self._apply(AdmissionEvent.PAUSE)
-
-    def set_version(self, version: str, content_digest: str) -> None:
-        with self._lock:
-            self.version, self.content_digest = version, content_digest
-            self.show()
 
     def begin(self, event: UpdateEvent) -> None:
         """A step of an update begins on rank 0."""
@@ -81,11 +82,12 @@ class EngineState:
         loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []
         self._apply(*loaded, event)
 
-    def finish_update(self) -> None:
-        """Every rank committed: the engine serves the new version."""
-        admission = self.lifecycle.admission
-        back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
-        self._apply(UpdateEvent.FINISH, *back.get(admission, []))
+    def finish_update(self, version: str, content_digest: str) -> None:
+        """Every rank committed: the engine serves that version."""
+        with self._lock:
+            self.last_version, self.content_digest = version, content_digest
+            back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
+            self._apply(UpdateEvent.FINISH, *back.get(self.lifecycle.admission, []))
 
     def undo_update(self, before: Lifecycle) -> None:
         """Every rank is back where it was: at `before`."""
@@ -127,9 +129,6 @@ class EngineState:
                 self._apply(UpdateEvent.UNDONE)
             if self.lifecycle.admission is not Admission.FENCED:
                 self._apply(AdmissionEvent.FENCE)
-
-    def stop(self) -> None:
-        self._apply(AdmissionEvent.STOP)
 
     def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent) -> None:
         """All events, or none where one of them is illegal."""
@@ -177,8 +176,8 @@ class EngineState:
             record = layout.StatusRecord(
                 admission=self.lifecycle.admission.value,
                 update=self.lifecycle.update.value,
-                version="" if self.is_cleared else self.version,
-                content_digest="" if self.is_cleared else self.content_digest,
+                version=self.live_version,
+                content_digest=self.content_digest if self.live_version else "",
                 legacy_status=legacy_word(self.lifecycle, self._pending),
                 is_serving=int(answer.is_served),
                 commands_done=self.commands_done,

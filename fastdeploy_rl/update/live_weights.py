@@ -30,14 +30,15 @@ class LiveWeights:
     """The engine's own memory that the other views point into."""
 
     def release(self, arenas: ArenaPair) -> None:
-        """Gives the memory back; the runner must be bound elsewhere by now. A second release does nothing."""
+        """Gives the memory back; the runner must be bound elsewhere by now. SegmentError while somebody still looks at
+        published memory: that then stays, leased, and a later call releases it. After success it does nothing."""
         self.views = {}
-        staged, self.staged = self.staged, None
-        arena, self.arena = self.arena, None
-        if staged is not None:
-            staged.release()
-        if arena is not None:
-            arenas.release(arena)
+        if self.arena is not None:
+            arenas.release(self.arena)
+            self.arena = None
+        if self.staged is not None:
+            self.staged.release()
+            self.staged = None
 
 
 def whole(view: TensorView) -> Region:

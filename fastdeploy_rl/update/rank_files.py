@@ -3,6 +3,7 @@
 Owns their names and formats (JSON by msgspec, replaced atomically). A board slot holds a line of text; receipts of
 hundreds of tensors go here."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -36,13 +37,19 @@ class RankFiles:
         self._write(f"staged.{command}.rank{rank}.json", receipt)
 
     def read_staged(self, rank: int, command: int) -> RankReceipt:
-        return self._take(RankReceipt, f"staged.{command}.rank{rank}.json")
+        return self._read(RankReceipt, f"staged.{command}.rank{rank}.json")
 
     def write_part(self, rank: int, command: int, part: RankPart) -> None:
         self._write(f"part.{command}.rank{rank}.json", part)
 
-    def read_part(self, rank: int, command: int) -> RankPart:
-        return self._take(RankPart, f"part.{command}.rank{rank}.json")
+    def read_parts(self, num_ranks: int, command: int) -> list[RankPart]:
+        return [self._read(RankPart, f"part.{command}.rank{rank}.json") for rank in range(num_ranks)]
+
+    def remove_command(self, command: int) -> None:
+        """What ranks left for a command that all of them finished."""
+        for kind in ("staged", "part"):
+            for path in self._run_dir.glob(f"{kind}.{command}.rank*.json*"):
+                path.unlink(missing_ok=True)
 
     def write_report(self, report: UpdateReport) -> None:
         self._write(f"report.{report.command}.json", report)
@@ -65,13 +72,13 @@ class RankFiles:
 
     def _write(self, name: str, record: msgspec.Struct) -> None:
         fresh = self._run_dir / f"{name}.new"
-        fresh.write_bytes(msgspec.json.encode(record))
-        os.replace(fresh, self._run_dir / name)
-
-    def _take(self, record: type[_Record], name: str) -> _Record:
-        found = self._read(record, name)
-        (self._run_dir / name).unlink(missing_ok=True)
-        return found
+        try:
+            fresh.write_bytes(msgspec.json.encode(record))
+            os.replace(fresh, self._run_dir / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise StepFailedError(f"{name} cannot be written to {self._run_dir}: {error.strerror}") from error
 
     def _read(self, record: type[_Record], name: str) -> _Record:
         try:

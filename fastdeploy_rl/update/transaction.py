@@ -19,7 +19,7 @@ from fastdeploy_rl.report import RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
-from fastdeploy_rl.update.steps import COPY, STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep
+from fastdeploy_rl.update.steps import COPY, STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
 
 
 @dataclass
@@ -55,6 +55,10 @@ class RankCommand(Protocol):
 
     def undo(self) -> None:
         """After any rank decided NO, from wherever this one is."""
+        ...
+
+    def abandon(self) -> None:
+        """After neither commit nor undo came through and nothing is bound any more: lets go of what it still holds."""
         ...
 
     def report(self, error: str = "") -> RankReport: ...
@@ -132,6 +136,9 @@ class UpdateCommand:
     def undo(self) -> None:
         self._steps.undo()
 
+    def abandon(self) -> None:
+        unstage(self._update)
+
     def report(self, error: str = "") -> RankReport:
         update, plan = self._update, self._update.plan
         not_aliased = update.not_aliased
@@ -153,40 +160,26 @@ class UpdateCommand:
         return None if new is None else rank_receipt(self._update.runner.rank, new, new.live)
 
 
-class ClearCommand:
-    """CLEAR: everything goes. Nothing is destroyed before the commit, so there is nothing to undo."""
+class _PlainCommand:
+    """A command that stages nothing and has nothing to take back."""
 
-    def __init__(self, state: RankState, deadline_ns: int) -> None:
+    def __init__(self, state: RankState) -> None:
         self._state = state
-        self._deadline_ns = deadline_ns
         self._steps: list[StepReport] = []
 
     def stage(self) -> None:
         return None
 
-    def stall(self) -> None:
-        started = time.monotonic()
-        self._state.runner.drain(self._deadline_ns)
-        self._steps.append(StepReport(step="drain", seconds=time.monotonic() - started))
-
     def commit(self) -> None:
-        started = time.monotonic()
-        runner, live = self._state.runner, self._state.live
-        runner.abort_requests("the engine was cleared")
-        runner.drop_kv_cache()
-        runner.unbind()
-        num_bytes = 0 if live is None else sum(view.num_bytes for view in live.views.values())
-        if live is not None:
-            live.release(self._state.arenas)
-        self._state.live = None
-        self._state.arenas.drop()
-        self._state.source.trim()
-        self._steps.append(StepReport(step="clear", seconds=time.monotonic() - started, num_bytes=num_bytes))
+        return None
 
     def retire(self) -> None:
         return None
 
     def undo(self) -> None:
+        return None
+
+    def abandon(self) -> None:
         return None
 
     def report(self, error: str = "") -> RankReport:
@@ -195,40 +188,52 @@ class ClearCommand:
     def receipt(self) -> RankReceipt | None:
         return None
 
+    def _note(self, step: str, started: float, num_bytes: int = 0) -> None:
+        self._steps.append(StepReport(step=step, seconds=time.monotonic() - started, num_bytes=num_bytes))
 
-class RecomputeCommand:
+
+class ClearCommand(_PlainCommand):
+    """CLEAR: everything goes. Nothing is destroyed before the commit."""
+
+    def __init__(self, state: RankState, deadline_ns: int) -> None:
+        super().__init__(state)
+        self._deadline_ns = deadline_ns
+
+    def stall(self) -> None:
+        started = time.monotonic()
+        self._state.runner.drain(self._deadline_ns)
+        self._note("drain", started)
+
+    def commit(self) -> None:
+        started = time.monotonic()
+        runner, live = self._state.runner, self._state.live
+        num_bytes = 0 if live is None else sum(view.num_bytes for view in live.views.values())
+        runner.abort_requests("the engine was cleared")
+        runner.drop_kv_cache()
+        runner.unbind()
+        self._state.live = None
+        if live is not None:
+            live.release(self._state.arenas)
+        self._state.arenas.drop()
+        self._state.source.trim()
+        self._note("clear", started, num_bytes)
+
+
+class RecomputeCommand(_PlainCommand):
     """RECOMPUTE: reads live memory again and says what it sums up to now. Changes nothing."""
 
     def __init__(self, state: RankState) -> None:
-        self._state = state
-        self._steps: list[StepReport] = []
+        super().__init__(state)
         self._receipt: RankReceipt | None = None
-
-    def stage(self) -> None:
-        if self._state.live is None:
-            raise NotServingError("there are no weights to read: the engine is cleared")
 
     def stall(self) -> None:
         live, runner = self._state.live, self._state.runner
         if live is None:
-            raise NotServingError("the engine was cleared meanwhile")
+            raise NotServingError("there are no weights to read: the engine is cleared")
         started = time.monotonic()
         found = live_checksums(dict(runner.bound()), self._state.num_threads)
-        num_bytes = sum(view.num_bytes for view in live.views.values())
-        self._steps.append(StepReport(step="recompute", seconds=time.monotonic() - started, num_bytes=num_bytes))
         self._receipt = rank_receipt(runner.rank, live, found)
-
-    def commit(self) -> None:
-        return None
-
-    def retire(self) -> None:
-        return None
-
-    def undo(self) -> None:
-        return None
-
-    def report(self, error: str = "") -> RankReport:
-        return RankReport(rank=self._state.runner.rank, steps=self._steps, error=error)
+        self._note("recompute", started, sum(view.num_bytes for view in live.views.values()))
 
     def receipt(self) -> RankReceipt | None:
         return self._receipt

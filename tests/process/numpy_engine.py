@@ -65,7 +65,7 @@ class NumpyEngine:
             for rank in range(self.num_ranks):
                 self.workers.append(self._spawn(rank))
             for rank in range(self.num_ranks):
-                if self._read(rank) != "ready":
+                if self.read(rank) != "ready":
                     raise RuntimeError(f"rank {rank} did not start")
             self._stack = stack.pop_all()
         return self
@@ -78,7 +78,7 @@ class NumpyEngine:
             text=True,
         )
 
-    def _read(self, rank: int) -> Any:
+    def read(self, rank: int) -> Any:
         line = self.workers[rank].stdout.readline()
         return json.loads(line) if line else None
 
@@ -86,7 +86,7 @@ class NumpyEngine:
         worker = self.workers[rank]
         worker.stdin.write(question + "\n")
         worker.stdin.flush()
-        return self._read(rank)
+        return self.read(rank)
 
     def tokens(self) -> list[int | None]:
         return [self.ask(rank, "token") for rank in range(self.num_ranks)]

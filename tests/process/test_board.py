@@ -15,7 +15,7 @@ from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, LifecycleError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.update.client import BoardClient
-from fastdeploy_rl.update.coordinator import next_board_request
+from fastdeploy_rl.update.requests import next_board_request
 from tests.process.numpy_engine import free_port
 
 PYTHON = [sys.executable, "-c"]

@@ -70,7 +70,6 @@ def _runner(config: WorkerConfig, collectives: ShmCollectives) -> EmbeddedRunner
 
 def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> DynamicWeightManager:
     source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
-    stack.callback(source.close)
     board = Board.attach(config.board_port)
     stack.callback(board.close)
     settings = ManagerConfig(config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads)

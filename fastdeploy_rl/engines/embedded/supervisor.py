@@ -23,6 +23,7 @@ import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.layout import MAX_RANKS
 from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.http_app import EngineFace, make_app
@@ -46,7 +47,6 @@ _log = logging.getLogger(__name__)
 
 STOPPING = "the engine is stopping"
 DEFAULT_MAX_MODEL_LEN = 2048
-START_DEADLINE_S = 600.0
 """Paddle's import and the checkpoint, on a slow disk."""
 STEP_DEADLINE_S = 300.0
 """How long a rank waits for rank 0's next step. A dead rank is noticed at once otherwise; this only ends a wait that
@@ -114,6 +114,8 @@ def check_model(config: ServeConfig) -> CheckedModel:
     """ConfigurationError or CheckpointError for a model that cannot be served like this."""
     with Checkpoint.open(config.model_dir) as checkpoint:
         model = checkpoint.config
+    if not 1 <= config.num_ranks <= MAX_RANKS:
+        raise ConfigurationError(f"tensor parallel size must be 1 to {MAX_RANKS}, got {config.num_ranks}")
     model.check_divides(config.num_ranks)
     longest = model.max_position_embeddings
     max_model_len = config.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
@@ -164,12 +166,13 @@ class _Engine:
 
     async def _live(self) -> None:
         """Until a signal or a fault."""
-        await _first(self._is_ready, self._is_over, timeout_s=START_DEADLINE_S)
+        await _first(self._is_ready, self._is_over, timeout_s=self._config.deadlines.attach_s)
         if self._is_over.is_set():
             return
         if not self._is_ready.is_set():
             late = [rank for rank in range(self._config.num_ranks) if rank not in self._ready]
-            self._fail(DeadlineExceededError(f"ranks {late} were not ready within {START_DEADLINE_S:.0f} s"))
+            allowed_s = self._config.deadlines.attach_s
+            self._fail(DeadlineExceededError(f"ranks {late} were not ready within {allowed_s:.0f} s"))
             return
         self._announcer.ready([self._ready[rank] for rank in sorted(self._ready)], time.monotonic() - self._begun)
         await self._is_over.wait()
@@ -204,7 +207,11 @@ class _Engine:
         finally:
             self._is_over.set()
             await self._stop_workers()
-            await asyncio.gather(*watchers)
+            if watchers:
+                # A worker that the kernel cannot end must not keep us: it dies with us as far as it can.
+                _, waiting = await asyncio.wait(watchers, timeout=self._config.deadlines.stop_s)
+                for watcher in waiting:
+                    watcher.cancel()
             for worker, link in zip(self._workers, self._links, strict=True):
                 link.close()
                 worker.release()

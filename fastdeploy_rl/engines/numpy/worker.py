@@ -10,6 +10,8 @@ import json
 import os
 import select
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
+from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.version import WeightVersion
@@ -114,6 +117,16 @@ class Worker:
         return True
 
     def _answer(self, question: str) -> Any:
+        if question.startswith("busy "):
+            print(json.dumps("begun"), flush=True)
+            time.sleep(float(question.removeprefix("busy ")))  # a long forward pass
+            return "done"
+        if question == "refuse bind":
+            self.runner.bind = _refuse_to_bind  # type: ignore[method-assign]
+            return "refusing"
+        if question == "mend bind":
+            del self.runner.bind
+            return "mended"
         if question == "token":
             return self.runner.token() if self._manager.is_serving else None
         if question == "calls":
@@ -129,6 +142,10 @@ class Worker:
         self._manager.close()
         self._group.close()
         self._board.close()
+
+
+def _refuse_to_bind(views: Mapping[str, TensorView]) -> None:
+    raise RuntimeError("told to refuse")
 
 
 def main() -> int:

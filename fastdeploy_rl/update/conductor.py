@@ -1,0 +1,154 @@
+"""Rank 0 leads one command through all ranks: announce, votes, the two decisions, votes.
+
+Owns the numbers of commands on the board and both proposals of YES. Refuses to know why a command is given and what
+follows from its outcome. Invariant: no command is announced before every rank has finished the one before.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastdeploy_rl.board.layout import AGAINST, Ballot, CommandRecord, Decision, RankRecord
+from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.config import FINISH_GRACE_S
+from fastdeploy_rl.errors import FastDeployRLError, FencedError, StepFailedError, from_wire
+from fastdeploy_rl.receipt import RankReceipt, Receipt
+from fastdeploy_rl.report import CommandKind, Outcome
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class CommandOutcome:
+    """How a command ended. `error` is what spoke against it; `parts` are the ranks' last words, in rank order;
+    `checked` is the receipt that was checked before the install."""
+
+    outcome: Outcome
+    error: FastDeployRLError | None = None
+    version: str = ""
+    parts: list[RankPart] = field(default_factory=list)
+    checked: Receipt | None = None
+    receipt: Receipt | None = None
+    differing: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def receipts(self) -> list[RankReceipt]:
+        return [part.receipt for part in self.parts if part.receipt is not None]
+
+
+class Conductor:
+    """Used by one thread of rank 0. `files` is where ranks leave what does not fit on the board."""
+
+    def __init__(self, rendezvous: BoardRendezvous, files: RankFiles) -> None:
+        self._rendezvous = rendezvous
+        self._files = files
+        self._number = 0
+        self._unfinished = 0
+
+    def lead(
+        self,
+        kind: CommandKind,
+        *,
+        deadline_ns: int,
+        version: WeightVersion | None = None,
+        content_digest: str = "",
+        check_staged: Callable[[list[RankReceipt]], Receipt] | None = None,
+    ) -> CommandOutcome:
+        """One command, to its end on every rank. `check_staged` makes a receipt of what the ranks staged, or raises.
+
+        DONE, REJECTED (every rank is where it was), or FENCED where that cannot be known of some rank. Raises
+        DeadlineExceededError, having announced nothing, while a rank is still inside an earlier command."""
+        self._await_idle(deadline_ns)
+        command = self._announce(kind, deadline_ns, version, content_digest)
+        checked: Receipt | None = None
+        error = self._await_ballots(command, Ballot.STAGED)
+        if error is None and check_staged is not None:
+            checked, error = self._check(command, check_staged)
+        error = self._decide(command, Question.INSTALL, error)
+        if error is None:
+            error = self._decide(command, Question.COMMIT, self._await_ballots(command, Ballot.VERIFIED))
+        return self._conclude(command, error, checked)
+
+    # --- one command -------------------------------------------------------------------------------
+
+    def _await_idle(self, deadline_ns: int) -> None:
+        if self._unfinished:
+            self._rendezvous.await_votes(self._unfinished, Ballot.FINISHED, deadline_ns)
+            self._forget(self._unfinished)
+
+    def _announce(
+        self, kind: CommandKind, deadline_ns: int, version: WeightVersion | None, content_digest: str
+    ) -> CommandRecord:
+        self._number += 1
+        self._unfinished = self._number
+        epoch, step = (version.epoch, version.step) if version else (0, 0)
+        command = CommandRecord(self._number, kind, epoch, step, deadline_ns, content_digest)
+        _log.info("command=%d kind=%s version=%s event=announced", self._number, kind.name.lower(), version or "-")
+        self._rendezvous.announce(command)
+        return command
+
+    def _await_ballots(self, command: CommandRecord, wanted: Ballot) -> FastDeployRLError | None:
+        """What speaks against going on once every rank could have reached `wanted`."""
+        try:
+            return _first_objection(self._rendezvous.await_votes(command.number, wanted, command.deadline_ns))
+        except FastDeployRLError as silence:
+            return silence
+
+    def _check(
+        self, command: CommandRecord, check_staged: Callable[[list[RankReceipt]], Receipt]
+    ) -> tuple[Receipt | None, FastDeployRLError | None]:
+        try:
+            ranks = range(self._rendezvous.num_ranks)
+            return check_staged([self._files.read_staged(rank, command.number) for rank in ranks]), None
+        except FastDeployRLError as wrong:
+            return None, wrong
+
+    def _decide(
+        self, command: CommandRecord, question: Question, objection: FastDeployRLError | None
+    ) -> FastDeployRLError | None:
+        """Proposes YES where nothing speaks against it; returns why all ranks follow a NO, if they do."""
+        proposal = Decision.YES if objection is None else Decision.NO
+        if self._rendezvous.decide_once(question, command.number, proposal) is Decision.YES:
+            return None
+        return objection or StepFailedError(f"a rank's deadline passed before the decision to {question.value}")
+
+    def _conclude(
+        self, command: CommandRecord, error: FastDeployRLError | None, checked: Receipt | None
+    ) -> CommandOutcome:
+        kind = CommandKind(command.kind)
+        outcome = CommandOutcome(Outcome.DONE if error is None else Outcome.REJECTED, error, checked=checked)
+        try:
+            last_ns = command.deadline_ns + int(FINISH_GRACE_S * 1e9)
+            self._rendezvous.await_votes(command.number, Ballot.FINISHED, last_ns)
+            outcome.parts = self._files.read_parts(self._rendezvous.num_ranks, command.number)
+        except FastDeployRLError as lost:
+            return _without_parts(kind, outcome, lost)
+        self._forget(command.number)
+        fenced = next((part.fence_reason for part in outcome.parts if part.fence_reason), "")
+        if fenced:
+            outcome.outcome, outcome.error = Outcome.FENCED, FencedError(fenced)
+        return outcome
+
+    def _forget(self, number: int) -> None:
+        self._unfinished = 0
+        self._files.remove_command(number)
+
+
+def _without_parts(kind: CommandKind, outcome: CommandOutcome, lost: FastDeployRLError) -> CommandOutcome:
+    """Some rank did not tell how it ended. A command that only reads cannot have torn anything."""
+    if kind is CommandKind.RECOMPUTE:
+        outcome.outcome, outcome.error = Outcome.REJECTED, lost
+    else:
+        outcome.outcome, outcome.error = Outcome.FENCED, FencedError(f"{lost}; it is not known what that rank holds")
+    return outcome
+
+
+def _first_objection(records: list[RankRecord]) -> FastDeployRLError | None:
+    against = [(rank, record) for rank, record in enumerate(records) if record.ballot in AGAINST]
+    if not against:
+        return None
+    rank, record = against[0]
+    also = f" (and {len(against) - 1} more ranks)" if len(against) > 1 else ""
+    return from_wire(record.error, f"rank {rank}{also}: {record.reason}")

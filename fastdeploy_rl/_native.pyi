@@ -1,8 +1,8 @@
 """Contract of the native core (csrc/): only what Python cannot do well.
 
-Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns()`).
-Every call that copies, waits or sleeps releases the GIL. Bounds and alignment are checked: ValueError, and nothing was
-touched."""
+Offsets, strides and sizes are in bytes; deadlines are absolute CLOCK_MONOTONIC
+nanoseconds (`time.monotonic_ns()`). Every call that copies, waits or sleeps releases
+the GIL. Bounds and alignment are checked: ValueError, and nothing was touched."""
 
 from collections.abc import Sequence
 from typing import Final, Literal, final
@@ -13,18 +13,18 @@ CPU_LEVEL: Final[str]
 """The best kernels of this machine: "avx512", "avx2" or "scalar"."""
 
 def use_kernels(level: Literal["avx512", "avx2", "scalar"]) -> None:
-    """Takes other kernels from now on, so that each can be tested on one machine. ValueError where this machine lacks
-    them."""
+    """Takes other kernels from now on, so that each can be tested
+    on one machine. ValueError where this machine lacks them."""
 
 @final
 class Mapping(Buffer):
-    """One mmap'ed run of bytes; a buffer. Unmapped when closed or when the last reference (buffer view, DLPack tensor)
-    dies."""
+    """One mmap'ed run of bytes; a buffer. Unmapped when closed or
+    when the last reference (buffer view, DLPack tensor) dies."""
 
     @staticmethod
     def map_fd(fd: int, num_bytes: int, writable: bool) -> Mapping:
-        """MAP_SHARED of a file or shared-memory descriptor; the descriptor may be closed afterwards. OSError as mmap
-        gives it."""
+        """MAP_SHARED of a file or shared-memory descriptor; the
+        descriptor may be closed afterwards. OSError as mmap gives it."""
 
     @staticmethod
     def private(num_bytes: int) -> Mapping:
@@ -40,8 +40,8 @@ class Mapping(Buffer):
     def is_closed(self) -> bool: ...
     @property
     def num_exports(self) -> int:
-        """Who needs the memory now: live buffer views, DLPack capsules and tensors, Regions, running watchers and
-        waits, CollectiveGroups."""
+        """Who needs the memory now: live buffer views, DLPack capsules and
+        tensors, Regions, running watchers and waits, CollectiveGroups."""
 
     def prefault(self, num_threads: int) -> None:
         """Touches every page, so that later copies run at the speed of warm memory. Contents stay."""
@@ -106,14 +106,14 @@ def ring_bell(mapping: Mapping, offset: int) -> None:
 class WordWatcher:
     """A native thread that watches an int32 which foreign processes store into without waking anyone.
 
-    Whenever the word differs from what the watcher saw last, the bell is rung. Our own writers wake the word itself,
-    which the watcher notices at once; a plain foreign store is noticed within `period_us` (+ scheduling). Holds both
-    mappings."""
+    Whenever the word differs from what the watcher saw last, the bell is rung. Our own
+    writers wake the word itself, which the watcher notices at once; a plain foreign
+    store is noticed within `period_us` (+ scheduling). Holds both mappings."""
 
     def __init__(self, word: Mapping, word_offset: int, bell: Mapping, bell_offset: int, period_us: int) -> None: ...
     def stop(self) -> None:
-        """Ends and joins the thread and lets go of both mappings; a second stop does nothing. Also done when
-        collected."""
+        """Ends and joins the thread and lets go of both mappings; a
+        second stop does nothing. Also done when collected."""
 
 # --- copy, cast, checksum --------------------------------------------------------------------------
 
@@ -126,8 +126,8 @@ class Place:
 
 @final
 class Region:
-    """One strided 2-D job: `rows` rows of `row_bytes` (counted in the source), from `source` to `target`, with an
-    optional cast.
+    """One strided 2-D job: `rows` rows of `row_bytes` (counted in
+    the source), from `source` to `target`, with an optional cast.
 
     `source` / `target` are C-contiguous buffers, held until the Region dies. `target=None` writes nothing: both
     checksums are computed as if it did. `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or
@@ -161,9 +161,9 @@ def transfer(regions: Sequence[Region], num_threads: int) -> list[tuple[Sums | N
 # --- tensor-parallel collectives over shared memory ------------------------------------------------
 
 class MissingRanksError(Exception):
-    """A deadline passed; `args == (what, missing_ranks: tuple[int, ...], generation: int)`. The group is unusable
-    afterwards: every later call on it, on every rank, raises this too, until all ranks made a group of a higher
-    generation."""
+    """A deadline passed; `args == (what, missing_ranks: tuple[int, ...], generation:
+    int)`. The group is unusable afterwards: every later call on it, on every rank,
+    raises this too, until all ranks made a group of a higher generation."""
 
 @final
 class CollectiveGroup:

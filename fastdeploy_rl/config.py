@@ -13,8 +13,8 @@ from fastdeploy_rl.errors import ConfigurationError
 
 MAX_COPY_THREADS = 64
 DEFAULT_COPY_THREADS = 8
-"""More threads than this do not make one memory copy faster on the machines we measured; fewer where there are fewer
-CPUs."""
+"""More threads than this do not make one memory copy faster on
+the machines we measured; fewer where there are fewer CPUs."""
 
 
 FINISH_GRACE_S = 5.0
@@ -27,8 +27,8 @@ HTTP_GRACE_S = BOARD_GRACE_S + 5.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait
-    begins."""
+    """How long each kind of wait may take, in seconds; turned
+    into absolute CLOCK_MONOTONIC times where a wait begins."""
 
     attach_s: float = 600.0
     update_s: float = 30.0

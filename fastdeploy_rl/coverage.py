@@ -55,9 +55,9 @@ class CoverageReport:
 def check_coverage(manifest: Manifest, specs: Sequence[ParameterSpec]) -> CoverageReport:
     """Matches a publication with a model.
 
-    A tied group may be published under any of its names; under several, only with equal checksums. Allowed casts: F32
-    <-> BF16. Raises CoverageError that lists every problem, one a line, and ConfigurationError where the specs
-    contradict themselves.
+    A tied group may be published under any of its names; under several, only with
+    equal checksums. Allowed casts: F32 <-> BF16. Raises CoverageError that lists every
+    problem, one a line, and ConfigurationError where the specs contradict themselves.
     """
     groups = _tied_groups(specs)
     published = _Published(manifest)

@@ -28,8 +28,8 @@ _CASTS: Final = {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype with the same bytes (BF16: uint16). Raises ConfigurationError for an unknown
-    name."""
+    """The little-endian numpy dtype with the same bytes (BF16:
+    uint16). Raises ConfigurationError for an unknown name."""
     try:
         return _NUMPY[dtype]
     except KeyError:

@@ -33,8 +33,8 @@ from typing import ClassVar
 
 
 class FastDeployRLError(Exception):
-    """Root of the tree. `http_status` is what the control plane answers; `exit_code` is what the command line
-    returns."""
+    """Root of the tree. `http_status` is what the control plane
+    answers; `exit_code` is what the command line returns."""
 
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1

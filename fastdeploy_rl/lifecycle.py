@@ -87,8 +87,8 @@ class ResidencyEvent(Enum):
 
 
 class Tag(Enum):
-    """What an engine's memory is for. An engine without graphs moves its GRAPH tag all the same: there is nothing to
-    free."""
+    """What an engine's memory is for. An engine without graphs
+    moves its GRAPH tag all the same: there is nothing to free."""
 
     WEIGHT = "weight"
     KV_CACHE = "kv_cache"

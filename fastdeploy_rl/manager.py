@@ -221,8 +221,8 @@ class DynamicWeightManager:
         return 0 if self._handovers.empty() else self._rendezvous.current().number
 
     def run(self, number: int) -> None:
-        """The stalled part of command `number`, on every rank at the same boundary; at most until the command's
-        deadline.
+        """The stalled part of command `number`, on every rank at
+        the same boundary; at most until the command's deadline.
 
         Never raises because a command is rejected: then the runner is where it was."""
         handover = self._await_handover(number)
@@ -238,8 +238,8 @@ class DynamicWeightManager:
         self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
 
     def _await_handover(self, number: int) -> _Handover | None:
-        """What the manager's own thread staged for `number`; None when that was taken back, or did not come before the
-        command's deadline."""
+        """What the manager's own thread staged for `number`; None when that
+        was taken back, or did not come before the command's deadline."""
         record = self._rendezvous.current()
         left_s = max(0.0, (record.deadline_ns - time.monotonic_ns()) / 1e9) if record.number == number else 0.0
         try:
@@ -354,8 +354,8 @@ class DynamicWeightManager:
         error: _Failure | None,
         stalled_since: float | None = None,
     ) -> None:
-        """Follows the decision and says so. A stalled part that can neither be committed nor undone fences this
-        rank."""
+        """Follows the decision and says so. A stalled part that can
+        neither be committed nor undone fences this rank."""
         is_committed = decision is Decision.YES
         failure = self._attempt(command.commit if is_committed else command.undo)
         fence_reason = ""

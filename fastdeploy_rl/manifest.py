@@ -85,8 +85,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Make one with `build_manifest` or `decode`; only those check it. `aliases`: a further name -> the tensor's
-    name."""
+    """Make one with `build_manifest` or `decode`; only those
+    check it. `aliases`: a further name -> the tensor's name."""
 
     format: Literal["fastdeploy_rl.manifest/1"]
     version: str
@@ -109,8 +109,8 @@ def build_manifest(
     tensors: Sequence[Tensor],
     aliases: Mapping[str, str],
 ) -> Manifest:
-    """A checked manifest with its digests. `layout` is "full" or "tp:N". Raises ManifestError naming the tensor at
-    fault."""
+    """A checked manifest with its digests. `layout` is "full" or
+    "tp:N". Raises ManifestError naming the tensor at fault."""
     manifest = Manifest(
         format=FORMAT,
         version=str(version),
@@ -132,8 +132,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Reads canonical bytes. Strict and bounded: whatever is wrong with them raises ManifestError, naming the
-    tensor."""
+    """Reads canonical bytes. Strict and bounded: whatever is
+    wrong with them raises ManifestError, naming the tensor."""
     if len(data) > MAX_BYTES:
         raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
     manifest = _parse(data)

@@ -61,8 +61,8 @@ def merge(parts: list[RankReceipt], *, source: str, layout_digest: str) -> Recei
 
 
 def with_live(receipt: Receipt, parts: list[RankReceipt]) -> Receipt:
-    """The same proof of what was read, with what is live after the install. ChecksumMismatchError where a rank holds
-    another version."""
+    """The same proof of what was read, with what is live after the
+    install. ChecksumMismatchError where a rank holds another version."""
     others = {part.version for part in parts} - {receipt.version}
     if others:
         raise ChecksumMismatchError(f"ranks hold {sorted(others)} beside {receipt.version}; update the engine again")

@@ -1,8 +1,8 @@
 """What an engine must offer so that its weights can be kept live: the seam between this package and any model runner.
 
-The core knows tensors only through this Protocol. All calls come from the engine's own loop thread, at a decode
-boundary, except `parameters`, which is constant. Nothing here talks to other ranks: the manager keeps the ranks in
-step."""
+The core knows tensors only through this Protocol. All calls come from the engine's
+own loop thread, at a decode boundary, except `parameters`, which is constant.
+Nothing here talks to other ranks: the manager keeps the ranks in step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -25,14 +25,14 @@ class ModelRunner(Protocol):
         ...
 
     def bound(self) -> Mapping[str, TensorView]:
-        """What each updated parameter is bound to now (this rank's slice); empty after `unbind`. Tied names are left
-        out."""
+        """What each updated parameter is bound to now (this rank's
+        slice); empty after `unbind`. Tied names are left out."""
         ...
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        """Rebinds every updated parameter to the given memory (a rebind, never a copy); ties follow, derived tensors
-        are recomputed in place. The runner keeps the views, and so their mappings, until the next `bind` or
-        `unbind`."""
+        """Rebinds every updated parameter to the given memory (a rebind, never a
+        copy); ties follow, derived tensors are recomputed in place. The runner keeps
+        the views, and so their mappings, until the next `bind` or `unbind`."""
         ...
 
     def unbind(self) -> None:
@@ -40,8 +40,8 @@ class ModelRunner(Protocol):
         ...
 
     def drain(self, deadline_ns: int) -> None:
-        """Returns when no request is inside a forward pass. Requests in flight are kept, to go on after
-        `rebuild_kv_cache`."""
+        """Returns when no request is inside a forward pass. Requests
+        in flight are kept, to go on after `rebuild_kv_cache`."""
         ...
 
     def abort_requests(self, reason: str) -> None:

@@ -34,8 +34,8 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str, *, current_epoch: int | None = None) -> "WeightVersion":
-        """`"3.1200"`, or, where `current_epoch` is given, also FastDeploy's plain `"1200"`: that step of the current
-        epoch.
+        """`"3.1200"`, or, where `current_epoch` is given, also
+        FastDeploy's plain `"1200"`: that step of the current epoch.
 
         Raises VersionFormatError on any other text (leading zeros, signs, spaces, numbers >= 2^63 included).
         """

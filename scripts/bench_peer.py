@@ -1,5 +1,5 @@
-"""PaddleFormers' `generate` as a process: one line of input, one greedy run, its tokens per second as a line of
-output."""
+"""PaddleFormers' `generate` as a process: one line of input,
+one greedy run, its tokens per second as a line of output."""
 
 import sys
 import time

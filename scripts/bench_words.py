@@ -1,5 +1,5 @@
-"""How soon the engine hears a signal: from the trainer's store into the status word to the wait of rank 0's
-coordinator."""
+"""How soon the engine hears a signal: from the trainer's store
+into the status word to the wait of rank 0's coordinator."""
 
 import secrets
 import statistics

@@ -29,8 +29,8 @@ class DemoError(Exception):
 
 
 class JsonProcess:
-    """A child that writes JSON lines and, where it takes commands, reads them; what it complains about goes to
-    `log`."""
+    """A child that writes JSON lines and, where it takes commands,
+    reads them; what it complains about goes to `log`."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._log = log

@@ -1,5 +1,5 @@
-"""The demo's trainer: a process of its own that fine-tunes a real model and publishes it, told by JSON lines what to
-do.
+"""The demo's trainer: a process of its own that fine-tunes a
+real model and publishes it, told by JSON lines what to do.
 
 Reads one command a line ({"do": ...}) and answers with JSON lines ({"event": ...}); the last line of an answer has
 the event "done" or "error". Everything else that libraries print goes to the log. Training is PaddleFormers'

@@ -60,8 +60,8 @@ class Board:
 
     @classmethod
     def create(cls, port: int, *, num_ranks: int) -> "Board":
-        """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is
-        reclaimed.
+        """Owner: board, words, run directory and owner lock of a new
+        engine; what a dead engine left at this port is reclaimed.
 
         ConfigurationError when a live engine has the port; then nothing of it was touched."""
         if not 0 < num_ranks <= layout.MAX_RANKS:
@@ -119,8 +119,8 @@ class Board:
     # --- records -----------------------------------------------------------------------------------
 
     def read(self, record: type[_Record], offset: int) -> _Record:
-        """A consistent copy of a sequence-locked record. DeadlineExceededError where its writer stays inside a
-        write."""
+        """A consistent copy of a sequence-locked record.
+        DeadlineExceededError where its writer stays inside a write."""
         size = layout.record_bytes(record)
         deadline_ns = time.monotonic_ns() + _READ_DEADLINE_NS
         for attempt in _attempts(deadline_ns):

@@ -120,8 +120,8 @@ class StatusRecord(NamedTuple):
 
 
 class CommandRecord(NamedTuple):
-    """`number` grows by one; epoch, step and digest are zero for commands that concern no version; `deadline_ns` is
-    CLOCK_MONOTONIC."""
+    """`number` grows by one; epoch, step and digest are zero for commands
+    that concern no version; `deadline_ns` is CLOCK_MONOTONIC."""
 
     number: int
     kind: int

@@ -1,5 +1,5 @@
-"""FastDeploy's status words: one int32 each in POSIX shared memory, named `{word}.{port}`, byte-compatible with its
-IPCSignal.
+"""FastDeploy's status words: one int32 each in POSIX shared
+memory, named `{word}.{port}`, byte-compatible with its IPCSignal.
 
 Owns their names, their second hard links and the way a foreign process asks for an update (store 1, poll for 0).
 Refuses to know what a value means to the engine: that is lifecycle.py. A foreign Python process that attaches and
@@ -32,8 +32,8 @@ def _link_name(word: str, port: int) -> str:
 
 
 def create_words(port: int) -> None:
-    """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed
-    first."""
+    """The three words of an engine, each zero (NORMAL) and with
+    its second link; what a dead engine left is removed first."""
     unlink_words(port)
     for word in WORDS:
         SharedSegment.create(word_name(word, port), WORD_BYTES).close()
@@ -135,8 +135,8 @@ class LegacySignal:
             self._word = None
 
     def request_update(self, deadline_s: float) -> None:
-        """Writes 1 and waits until the word reads 0. DeadlineExceededError; UpdateRejectedError when a cleared engine
-        stays cleared."""
+        """Writes 1 and waits until the word reads 0. DeadlineExceededError;
+        UpdateRejectedError when a cleared engine stays cleared."""
         self._request(LegacyStatus.UPDATING, LegacyStatus.NORMAL, deadline_s)
 
     def request_clear(self, deadline_s: float) -> None:

@@ -28,8 +28,8 @@ _OFFSETS = {Question.INSTALL: layout.INSTALL_DECISION_OFFSET, Question.COMMIT: l
 
 
 class Rendezvous(Protocol):
-    """Seam between the ranks of an engine and the place they meet at. All deadlines are absolute CLOCK_MONOTONIC
-    nanoseconds."""
+    """Seam between the ranks of an engine and the place they meet
+    at. All deadlines are absolute CLOCK_MONOTONIC nanoseconds."""
 
     rank: int
     num_ranks: int
@@ -125,8 +125,8 @@ class BoardRendezvous:
         return self._records()
 
     def await_ranks(self, is_ready: Callable[[RankRecord], bool], what: str, deadline_ns: int) -> None:
-        """Blocks until `is_ready` holds for every rank's record. DeadlineExceededError names `what` and the missing
-        ranks."""
+        """Blocks until `is_ready` holds for every rank's record.
+        DeadlineExceededError names `what` and the missing ranks."""
         if not self._board.wait_until(lambda: all(map(is_ready, self._records())), deadline_ns):
             missing = [rank for rank, record in enumerate(self._records()) if not is_ready(record)]
             raise DeadlineExceededError(

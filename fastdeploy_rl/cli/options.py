@@ -1,5 +1,5 @@
-"""Options that several verbs share, and how results are printed: a few lines for people, one JSON document for
-programs."""
+"""Options that several verbs share, and how results are printed:
+a few lines for people, one JSON document for programs."""
 
 import argparse
 import math

@@ -60,8 +60,8 @@ class HttpEngine:
         return self._call("GET", "/v1/weights", EngineStatus, STATUS_S)
 
     def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
-        """The proof of the last commit; with `recompute` checked against live memory, ChecksumMismatchError where it
-        differs."""
+        """The proof of the last commit; with `recompute` checked
+        against live memory, ChecksumMismatchError where it differs."""
         query = {"recompute": "true" if recompute else "false", "deadline_s": deadline_s}
         return self._call("GET", "/v1/weights/receipt", Receipt, deadline_s, params=query)
 

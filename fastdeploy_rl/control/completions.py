@@ -1,8 +1,8 @@
 """POST /v1/completions and /v1/chat/completions: from a body to text, whole or streamed.
 
-Owns the way of one request: bounds, tokens, text, stop strings, response. Refuses to know how an engine generates.
-Invariant: every request ends in exactly one line of the metrics, and one that nobody reads any more is cancelled in
-the engine.
+Owns the way of one request: bounds, tokens, text, stop strings, response. Refuses
+to know how an engine generates. Invariant: every request ends in exactly one line
+of the metrics, and one that nobody reads any more is cancelled in the engine.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -95,8 +95,8 @@ class RunningCompletion:
         return self._response.whole(self._done)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events, from the first token on. An error before the first token is raised here, a later one is
-        an event."""
+        """Server-sent events, from the first token on. An error before
+        the first token is raised here, a later one is an event."""
         pieces = self._pieces()
         try:
             first = await anext(pieces)

@@ -15,8 +15,8 @@ from fastdeploy_rl.version import WeightVersion
 
 
 class EngineWay(Protocol):
-    """One way to an engine; a context manager. Every method blocks, `deadline_s` at most (and a little, for the
-    answer)."""
+    """One way to an engine; a context manager. Every method
+    blocks, `deadline_s` at most (and a little, for the answer)."""
 
     def __enter__(self) -> "EngineWay": ...
 

@@ -1,8 +1,8 @@
 """What the HTTP side and an engine say to each other about generating text.
 
-Owns the records of one request and its tokens, and the Protocols behind which engine and tokenizer stand. Knows
-neither HTTP nor processes. Invariant: the tokens of a request come in order, and the last one, and only that, has a
-finish reason.
+Owns the records of one request and its tokens, and the Protocols behind which
+engine and tokenizer stand. Knows neither HTTP nor processes. Invariant: the tokens
+of a request come in order, and the last one, and only that, has a finish reason.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -14,8 +14,8 @@ MAX_STOP_STRINGS = 4
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 do not narrow; `seed` None
-    draws one."""
+    """How the next token is chosen. `temperature` 0 is greedy;
+    `top_k` 0 and `top_p` 1 do not narrow; `seed` None draws one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -74,8 +74,8 @@ class GenerationClient(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        """Streams the tokens; closing the iterator early cancels the request. NotServingError where the engine cannot
-        take it."""
+        """Streams the tokens; closing the iterator early cancels the
+        request. NotServingError where the engine cannot take it."""
         ...
 
 
@@ -88,8 +88,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of the conversation, ready for the assistant's next turn. RequestError for a role it does not
-        know."""
+        """Token ids of the conversation, ready for the assistant's
+        next turn. RequestError for a role it does not know."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -18,8 +18,8 @@ Json = dict[str, Any]
 
 @dataclass
 class Completion:
-    """What has been generated so far. `pieces[i]` is the text that became final with token i; the last one also holds
-    the rest."""
+    """What has been generated so far. `pieces[i]` is the text that
+    became final with token i; the last one also holds the rest."""
 
     prompt_token_ids: list[int]
     tokens: list[GeneratedToken] = field(default_factory=list)

@@ -13,8 +13,8 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """`push` a token, get the text that is final now; `finish` gives the rest. `is_stopped` once a stop string was
-    met."""
+    """`push` a token, get the text that is final now; `finish`
+    gives the rest. `is_stopped` once a stop string was met."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer

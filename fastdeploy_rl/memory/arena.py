@@ -48,11 +48,11 @@ class ArenaPair:
         return sum(arena.num_bytes for arena in self._arenas)
 
     def acquire(self, num_bytes: int) -> Mapping:
-        """A mapping of at least `num_bytes` whose pages are all there, for the caller until `release`; contents are
-        arbitrary.
+        """A mapping of at least `num_bytes` whose pages are all
+        there, for the caller until `release`; contents are arbitrary.
 
-        SegmentError when both are handed out, or when a view of the last contents is alive and a larger arena is
-        needed.
+        SegmentError when both are handed out, or when a view of the
+        last contents is alive and a larger arena is needed.
         """
         free = [arena for arena in self._arenas if not arena.is_acquired]
         if not free:

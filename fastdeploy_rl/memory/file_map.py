@@ -1,8 +1,8 @@
 """Memory-mapped safetensors files: the header read strictly, the bytes reachable without a copy.
 
-Owns the file format (8 bytes header length, JSON header, data; https://github.com/huggingface/safetensors) and its
-bounds. Knows nothing of models. Invariant: a `StoredTensor` that was handed out lies inside the file, and tensors do
-not overlap.
+Owns the file format (8 bytes header length, JSON header, data;
+https://github.com/huggingface/safetensors) and its bounds. Knows nothing of models. Invariant:
+a `StoredTensor` that was handed out lies inside the file, and tensors do not overlap.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Who is alive: an exclusive flock on a file, held for as long as its owner lives.
 
-The kernel drops the lock when the owner dies, however it dies. Owns the file's life and the note inside (pid and start
-time, which serve messages only: pids mean nothing across containers). Invariant: a path is owned by one open lock at
-most.
+The kernel drops the lock when the owner dies, however it dies. Owns the file's
+life and the note inside (pid and start time, which serve messages only: pids mean
+nothing across containers). Invariant: a path is owned by one open lock at most.
 """
 
 import fcntl
@@ -19,8 +19,8 @@ _NOTE_BYTES = 64
 
 
 class Owner(NamedTuple):
-    """What an owner wrote about itself, for messages: process id as it sees it, and wall-clock seconds when it took the
-    lock."""
+    """What an owner wrote about itself, for messages: process id
+    as it sees it, and wall-clock seconds when it took the lock."""
 
     pid: int
     since_s: float
@@ -41,8 +41,8 @@ class OwnerLock:
         return self._fd >= 0
 
     def try_acquire(self) -> bool:
-        """Takes the lock; False when a live owner has it (nothing changes then). Never blocks; the directory must
-        exist."""
+        """Takes the lock; False when a live owner has it (nothing
+        changes then). Never blocks; the directory must exist."""
         if self.is_held:
             raise SegmentError(f"lock {self.path} is already held by this very object")
         fd = _lock_file(self.path)

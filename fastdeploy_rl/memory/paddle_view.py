@@ -14,8 +14,8 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 
 
 def tensor(view: TensorView) -> paddle.Tensor:
-    """Zero-copy; reads and writes go to the view's memory. A view of a mapping without write permission must not be
-    written.
+    """Zero-copy; reads and writes go to the view's memory. A view
+    of a mapping without write permission must not be written.
 
     At most one at a time for an address: Paddle keeps one deleter for each, so that of two tensors over the same bytes
     one would never let go of the mapping."""

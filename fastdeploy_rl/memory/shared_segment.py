@@ -23,8 +23,8 @@ def free_bytes() -> int:
 
 
 class SharedSegment:
-    """One open segment. `close()` drops the mapping; `unlink()` drops the name, and belongs to whoever owns the
-    segment."""
+    """One open segment. `close()` drops the mapping; `unlink()`
+    drops the name, and belongs to whoever owns the segment."""
 
     def __init__(self, name: str, mapping: Mapping) -> None:
         self.name = name

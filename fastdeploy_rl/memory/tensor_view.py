@@ -18,8 +18,8 @@ from fastdeploy_rl.errors import ConfigurationError
 
 @dataclass(frozen=True, eq=False)
 class TensorView:
-    """C-contiguous tensor at `offset` bytes into `mapping`; dtype is a safetensors name. Keeps the mapping alive, not
-    open."""
+    """C-contiguous tensor at `offset` bytes into `mapping`; dtype
+    is a safetensors name. Keeps the mapping alive, not open."""
 
     mapping: Mapping
     offset: int

@@ -57,9 +57,9 @@ class AliasSource:
 
 @dataclass(frozen=True, slots=True)
 class PlannedParameter:
-    """One parameter of this rank. `source`: the tensor of the manifest that feeds it; `dtype` and `local_shape`: the
-    engine's; `alias`: where the published bytes can be used in place, else None and `why_not_alias` says why in
-    words."""
+    """One parameter of this rank. `source`: the tensor of the manifest that feeds
+    it; `dtype` and `local_shape`: the engine's; `alias`: where the published bytes
+    can be used in place, else None and `why_not_alias` says why in words."""
 
     name: str
     source: str
@@ -73,9 +73,9 @@ class PlannedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank does. Tied parameters have no entry: they share the one they are tied to. `aliased_bytes` and
-    `copied_bytes` count parameter bytes (where aliases may be used), `read_bytes` all published bytes that the regions
-    read."""
+    """What one rank does. Tied parameters have no entry: they share the one they
+    are tied to. `aliased_bytes` and `copied_bytes` count parameter bytes (where
+    aliases may be used), `read_bytes` all published bytes that the regions read."""
 
     rank: int
     num_ranks: int
@@ -110,8 +110,8 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
 
 
 class LastPlan:
-    """Plans one rank of a model again and again, and plans anew only where a publication is laid out otherwise than the
-    one before."""
+    """Plans one rank of a model again and again, and plans anew only
+    where a publication is laid out otherwise than the one before."""
 
     def __init__(self, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> None:
         self._specs, self._rank, self._num_ranks = specs, rank, num_ranks
@@ -290,9 +290,9 @@ class _Strip(NamedTuple):
 def _strips(shape: tuple[int, ...], held: _Window, local: _Window) -> Iterator[_Strip]:
     """The intersection of two windows of a tensor as strips.
 
-    At most two axes are cut. Behind the last cut everything is contiguous in all three layouts: that is the row. Rows
-    are equally spaced as far out as the other cut axis reaches; beyond it (only 3-D tensors and up) each index is a
-    strip.
+    At most two axes are cut. Behind the last cut everything is contiguous in all
+    three layouts: that is the row. Rows are equally spaced as far out as the other
+    cut axis reaches; beyond it (only 3-D tensors and up) each index is a strip.
     """
     shape = shape or (1,)
     cuts = sorted({w.axis for w in (held, local) if w.axis >= 0 and (w.start, w.stop) != (0, shape[w.axis])})

@@ -43,9 +43,9 @@ class ArenaShelf:
         return sum(segment.num_bytes for segment in self._segments.values())
 
     def reconcile(self) -> None:
-        """Makes the shelf agree with the table, whatever broke off before: a publisher that died, or our own last
-        publication if it was interrupted. Open writes end, named segments are taken over, names without a segment are
-        forgotten."""
+        """Makes the shelf agree with the table, whatever broke off before: a publisher
+        that died, or our own last publication if it was interrupted. Open writes end,
+        named segments are taken over, names without a segment are forgotten."""
         self._table.repair()
         for row in range(NUM_ARENAS):
             name = self._table.segment(row)
@@ -63,8 +63,8 @@ class ArenaShelf:
     def writing(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> Iterator[ArenaInHand]:
         """A free arena of at least `num_bytes`, to be filled inside the `with`; none of the `kept` rows.
 
-        Waits for leases to be released: DeadlineExceededError naming the holders. NoSpaceError where it must grow and
-        cannot.
+        Waits for leases to be released: DeadlineExceededError naming
+        the holders. NoSpaceError where it must grow and cannot.
         """
         row = self._begin(num_bytes, kept, deadline_ns)
         try:
@@ -74,8 +74,8 @@ class ArenaShelf:
             self._table.end_write(row)
 
     def unlink(self, kept: Collection[int] = ()) -> None:
-        """Removes all arenas but the `kept` rows from the channel. Memory goes when the last engine that maps it lets
-        go."""
+        """Removes all arenas but the `kept` rows from the channel.
+        Memory goes when the last engine that maps it lets go."""
         for row in [row for row in self._segments if row not in kept]:
             self._table.withdraw(row)
             self._drop(row)

@@ -78,8 +78,8 @@ class Arrangement:
 
 
 def arrange(tensors: Mapping[str, HostTensor], layout: str, shard_axis: ShardAxis) -> Arrangement:
-    """Places every tensor. `layout`: "full", or "tp:N" to cut those that `shard_axis` gives an axis for into N equal
-    shards.
+    """Places every tensor. `layout`: "full", or "tp:N" to cut
+    those that `shard_axis` gives an axis for into N equal shards.
 
     The same memory under two names is stored once and becomes an alias of the first. ConfigurationError for another
     layout, an axis the tensor does not have, or one that N does not divide.

@@ -93,8 +93,8 @@ class Channel:
         return latest
 
     def read_manifest(self, latest: Latest) -> Manifest:
-        """The manifest that `latest` names, its bytes checked against the digest. FileNotFoundError when it was
-        superseded."""
+        """The manifest that `latest` names, its bytes checked against
+        the digest. FileNotFoundError when it was superseded."""
         data = self._read(latest.file, _MAX_MANIFEST_BYTES)
         digest = manifests.file_digest(data)
         if digest != latest.file_digest:

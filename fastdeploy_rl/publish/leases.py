@@ -129,8 +129,8 @@ class LeaseTable:
         self.open()
 
     def open(self) -> None:
-        """Maps an existing table. NoPublicationError when there is none, SegmentError when the file is something
-        else."""
+        """Maps an existing table. NoPublicationError when there is
+        none, SegmentError when the file is something else."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:

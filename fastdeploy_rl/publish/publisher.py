@@ -1,9 +1,9 @@
 """WeightPublisher: a trainer's way to hand out a new version of the weights.
 
-Tells the whole publication from top to bottom: check, find a free arena, copy and checksum in one pass, write the
-manifest, name it in `LATEST`. Refuses to know the model: a wrong shape or a missing name is the engine's to reject.
-Invariant: until `LATEST` names the new version, the one before stands untouched; and whatever fails, the arena is free
-again.
+Tells the whole publication from top to bottom: check, find a free arena, copy and checksum
+in one pass, write the manifest, name it in `LATEST`. Refuses to know the model: a wrong
+shape or a missing name is the engine's to reject. Invariant: until `LATEST` names the new
+version, the one before stands untouched; and whatever fails, the arena is free again.
 """
 
 import logging
@@ -104,13 +104,13 @@ class WeightPublisher:
         shard_axis: ShardAxis = llama.shard_axis,
         deadline_s: float | None = None,
     ) -> Published:
-        """Copies the tensors out and makes them the latest version, (epoch, `step`); they may change as soon as this
-        returns.
+        """Copies the tensors out and makes them the latest version,
+        (epoch, `step`); they may change as soon as this returns.
 
-        `state_dict`: name -> contiguous CPU tensor (numpy, Paddle, torch); two names of the same memory become an
-        alias. `layout`: "full", or "tp:N" to store them cut into N equal shards along the axis that `shard_axis(name)`
-        gives (None: whole), so that N ranks can use them in place. Blocks while every arena is leased, `deadline_s` at
-        most.
+        `state_dict`: name -> contiguous CPU tensor (numpy, Paddle, torch); two names of the
+        same memory become an alias. `layout`: "full", or "tp:N" to store them cut into N
+        equal shards along the axis that `shard_axis(name)` gives (None: whole), so that N
+        ranks can use them in place. Blocks while every arena is leased, `deadline_s` at most.
 
         On any error LATEST is what it was and nothing is held. VersionRegressError: `step` is not above the last one.
         TrainerError, ConfigurationError: a tensor, a name or the layout cannot be published. DeadlineExceededError:

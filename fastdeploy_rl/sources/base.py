@@ -1,8 +1,8 @@
 """The seam between an engine and whatever brings published bytes to it.
 
-A new load strategy is one class with these methods and one line in the registry. Owns the words only. Invariant, for
-every source: between `stage` and `release` the segments' bytes are those of the manifest, or `stage` raised and nothing
-is held.
+A new load strategy is one class with these methods and one line in the registry.
+Owns the words only. Invariant, for every source: between `stage` and `release` the
+segments' bytes are those of the manifest, or `stage` raised and nothing is held.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class StagedSource(Protocol):
 
     @property
     def is_immutable(self) -> bool:
-        """True: the memory stays as it is while staged, so parameters may alias it. False: it may be reused, copy
-        it."""
+        """True: the memory stays as it is while staged, so
+        parameters may alias it. False: it may be reused, copy it."""
         ...
 
     def release(self) -> None:

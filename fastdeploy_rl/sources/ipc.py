@@ -32,8 +32,8 @@ class IpcSource:
         self._staged: list[IpcStaged] = []
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
-        """What `LATEST` names. NoPublicationError when nothing is published, or, naming both, another version than
-        asked for."""
+        """What `LATEST` names. NoPublicationError when nothing is
+        published, or, naming both, another version than asked for."""
         self._channel.check()
         latest, manifest = self._publication(deadline_ns)
         found = WeightVersion.parse(latest.version)
@@ -101,8 +101,8 @@ class IpcStaged:
         return not self._leases
 
     def release(self) -> None:
-        """Lets the segments go, then the leases. SegmentError while arrays or tensors lie in a segment: all leases then
-        stay."""
+        """Lets the segments go, then the leases. SegmentError while
+        arrays or tensors lie in a segment: all leases then stay."""
         for segment in self._segments:
             _check_unused(segment)
         while self._segments:

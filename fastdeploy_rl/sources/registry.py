@@ -1,7 +1,7 @@
 """Load strategies by name, imported only when asked for.
 
-Owns the names. Invariant: every name of the design is either here or refused with a word about what can be used
-instead.
+Owns the names. Invariant: every name of the design is either
+here or refused with a word about what can be used instead.
 """
 
 from importlib import import_module

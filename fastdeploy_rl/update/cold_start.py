@@ -45,8 +45,8 @@ def specs_digest(specs: Sequence[ParameterSpec]) -> str:
 
 
 def _region(spec: ParameterSpec, view: TensorView, rank: int, num_ranks: int) -> Region:
-    """Reads the parameter row by row, each placed in the global tensor; of a replicated one only rank 0's bytes
-    count."""
+    """Reads the parameter row by row, each placed in the global
+    tensor; of a replicated one only rank 0's bytes count."""
     size = itemsize(spec.dtype)
     axis = spec.shard_axis if spec.shard_axis is not None else 0
     share = 1 if spec.shard_axis is None else num_ranks

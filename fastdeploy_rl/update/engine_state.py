@@ -168,8 +168,8 @@ class EngineState:
             self.show()
 
     def show(self) -> None:
-        """Writes the status record and then the words, so that whoever a word wakes reads a record that is not
-        older."""
+        """Writes the status record and then the words, so that
+        whoever a word wakes reads a record that is not older."""
         with self._lock:
             answer = answer_at_admission(self.lifecycle)
             is_fenced = self.lifecycle.admission is Admission.FENCED

@@ -15,8 +15,8 @@ from fastdeploy_rl.version import WeightVersion
 
 @dataclass
 class LiveWeights:
-    """`views` are this rank's parameters; `read` and `live` the two halves of its receipt, `read` by manifest
-    tensor."""
+    """`views` are this rank's parameters; `read` and `live` the
+    two halves of its receipt, `read` by manifest tensor."""
 
     version: WeightVersion
     layout_digest: str

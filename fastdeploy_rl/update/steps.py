@@ -146,8 +146,8 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
 
 
 def _unplanned(plan: Plan, tensors: dict[str, Tensor]) -> list[PlannedParameter]:
-    """Published twins of tied tensors that no parameter takes: read by rank 0 alone, so that the receipt covers
-    them."""
+    """Published twins of tied tensors that no parameter takes:
+    read by rank 0 alone, so that the receipt covers them."""
     if plan.rank != 0:
         return []
     taken = {parameter.source for parameter in plan.parameters}
@@ -177,8 +177,8 @@ def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
 def _region(
     update: RankUpdate, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView | None
 ) -> Region:
-    """The job of one planned region: a copy into `home`, or a mere read where the bytes stay or move only at
-    `install`."""
+    """The job of one planned region: a copy into `home`, or a
+    mere read where the bytes stay or move only at `install`."""
     is_copy = home is not None and not update.copies_in_place and not _is_aliased(update, parameter)
     return Region(
         source=_known(update.staged).segments[planned.segment],
@@ -200,8 +200,8 @@ def _live_place(parameter: PlannedParameter, planned: PlannedRegion) -> Place:
 
 
 class _Sums(NamedTuple):
-    """`owned`: what this rank counts, by tensor; `consumed`: all it read, and `live`: what it wrote or binds, by
-    parameter."""
+    """`owned`: what this rank counts, by tensor; `consumed`: all
+    it read, and `live`: what it wrote or binds, by parameter."""
 
     owned: dict[str, Fletcher4]
     consumed: dict[str, Fletcher4]
@@ -224,8 +224,8 @@ def _add_up(planned: Sequence[PlannedParameter], results: _Results) -> _Sums:
 
 
 def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
-    """Reads back what was copied into engine memory: nobody else can write there, so this need not wait for
-    `verify`."""
+    """Reads back what was copied into engine memory: nobody
+    else can write there, so this need not wait for `verify`."""
     if update.copies_in_place or update.arena is None:
         return
     copied = {name: view for name, view in new.views.items() if view.mapping is update.arena}

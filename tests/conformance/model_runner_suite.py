@@ -29,8 +29,8 @@ class Subject(Protocol):
     runner: ModelRunner
 
     def answer(self) -> bytes:
-        """What the runner computes from what is bound, to the bit; depends on every parameter. Raises as the runner
-        does."""
+        """What the runner computes from what is bound, to the bit;
+        depends on every parameter. Raises as the runner does."""
         ...
 
     def version_of_a_token(self) -> str:

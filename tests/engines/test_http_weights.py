@@ -1,5 +1,5 @@
-"""The weights' routes and FastDeploy's two, over a scripted board; and the HTTP client of EngineController against
-them."""
+"""The weights' routes and FastDeploy's two, over a scripted
+board; and the HTTP client of EngineController against them."""
 
 import asyncio
 from collections.abc import Iterator

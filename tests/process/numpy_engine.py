@@ -21,8 +21,8 @@ READY_S = 30.0
 
 
 def free_port() -> int:
-    """A queue port number that no other engine of this test run uses (nothing listens there: it only names
-    segments)."""
+    """A queue port number that no other engine of this test run
+    uses (nothing listens there: it only names segments)."""
     return 20000 + secrets.randbelow(40000)
 
 

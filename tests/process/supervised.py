@@ -1,5 +1,4 @@
-"""An engine over fake workers as a process, told by one JSON argument; says what happens in JSON
-lines."""
+"""An engine over fake workers as a process, told by one JSON argument; says what happens in JSON lines."""
 
 import dataclasses
 import json

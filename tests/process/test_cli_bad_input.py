@@ -1,7 +1,7 @@
 """Bad input at the command line, as a user meets it: one clear line on stderr, exit code 2, and nothing left behind.
 
-What needs no process of its own stands in tests/unit/test_cli.py; what needs a running embedded engine in
-test_serve.py.
+What needs no process of its own stands in tests/unit/test_cli.py;
+what needs a running embedded engine in test_serve.py.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from served_model import write_tiny_llama
 
-from fastdeploy_rl.board.board import Board, board_name, engine_dir, owner_lock_path, remove_leftovers
+from fastdeploy_rl.board.board import Board, board_name, engine_dir
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.publish.publisher import WeightPublisher
@@ -156,8 +156,7 @@ def dead_engine(cwd: Path) -> Iterator[int]:
     try:
         yield port
     finally:
-        remove_leftovers(port)
-        owner_lock_path(port).unlink(missing_ok=True)
+        Board.create(port, num_ranks=1).close()  # reclaims what is there, and takes it away
 
 
 @pytest.mark.parametrize("verb", ["status", "update", "clear", "receipt"])

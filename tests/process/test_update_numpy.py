@@ -207,8 +207,8 @@ def test_an_engine_without_weights_starts_cleared(tmp_path: Path):
 
 @pytest.mark.parametrize("apply_mode", ["alias", "copy"])
 def test_a_flipped_byte_of_a_live_parameter_is_named(tmp_path: Path, apply_mode: str):
-    """A second process writes into rank 1's memory; `receipt --recompute` names the tensor and the rank, others are
-    silent."""
+    """A second process writes into rank 1's memory; `receipt
+    --recompute` names the tensor and the rank, others are silent."""
     with (
         NumpyEngine(MODEL, channel=tmp_path / "channel", apply_mode=apply_mode) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,

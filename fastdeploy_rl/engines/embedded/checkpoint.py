@@ -42,8 +42,8 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory of weights, mapped and checked. A context manager; views and arrays taken from it stay valid after
-    `close`."""
+    """A directory of weights, mapped and checked. A context manager;
+    views and arrays taken from it stay valid after `close`."""
 
     directory: Path
     config: ModelConfig
@@ -52,8 +52,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
-        """ConfigurationError: no such directory, or a model this engine cannot run. CheckpointError: names file and
-        tensor."""
+        """ConfigurationError: no such directory, or a model this
+        engine cannot run. CheckpointError: names file and tensor."""
         config = read_config(directory)
         checkpoint = cls(directory, config, parameter_specs(config), _map_files(directory))
         checkpoint._check_tensors()
@@ -137,8 +137,8 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, config: Mapping[str, object], tensors: Mapping[str, Floats]) -> None:
-    """Writes a Hugging Face directory: `config` as config.json, `tensors` (whole, engine layout, float32) as
-    model.safetensors.
+    """Writes a Hugging Face directory: `config` as config.json,
+    `tensors` (whole, engine layout, float32) as model.safetensors.
 
     Equal input gives equal bytes. The weights appear under their name only when complete; config.json last.
     """

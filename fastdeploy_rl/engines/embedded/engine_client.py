@@ -1,8 +1,8 @@
 """The supervisor's end of the workers' sockets: messages out and in, and requests as streams of tokens.
 
-Owns request numbers and the tokens that nobody has read yet. Refuses to know how workers are started and why they
-die. Invariant: every request that was started ends exactly once: by its last token, by `fail_all`, or cancelled by
-its reader.
+Owns request numbers and the tokens that nobody has read yet. Refuses to know how
+workers are started and why they die. Invariant: every request that was started
+ends exactly once: by its last token, by `fail_all`, or cancelled by its reader.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ class EngineClient:
         return self._vocab_size
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        """Tokens as they come; closed early, the request is cancelled. NotServingError when too many wait or the
-        engine ends."""
+        """Tokens as they come; closed early, the request is cancelled.
+        NotServingError when too many wait or the engine ends."""
         if self._refusal:
             raise NotServingError(self._refusal)
         if len(self._waiting) >= MAX_REQUESTS:

@@ -80,8 +80,8 @@ class KVCache:
         self.content_digest = ""
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zeroes pages: padding is read (and weighed with zero), so that a NaN left by an earlier request would
-        spread."""
+        """Zeroes pages: padding is read (and weighed with zero), so
+        that a NaN left by an earlier request would spread."""
         if pages and self._by_page is not None:
             self._by_page[:, :, pages] = 0
 

@@ -1,8 +1,8 @@
 """The loop of one rank: requests, weight commands and forward passes, one after another.
 
-Owns the order of things. Refuses to know how weights change and what a forward pass computes. Invariant: every rank
-executes the same `StepMessage`s in the same order, and a weight command runs between two forward passes, never beside
-one.
+Owns the order of things. Refuses to know how weights change and what a forward
+pass computes. Invariant: every rank executes the same `StepMessage`s in the same
+order, and a weight command runs between two forward passes, never beside one.
 """
 
 import logging
@@ -26,8 +26,8 @@ SEND_TIMEOUT_S = 10.0
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0 to all: run this weight command (0: none), else this forward pass (None: none), and whether to end
-    afterwards."""
+    """Rank 0 to all: run this weight command (0: none), else this
+    forward pass (None: none), and whether to end afterwards."""
 
     command: int
     step: Step | None

@@ -1,5 +1,5 @@
-"""What supervisor and workers say to each other: typed records as MessagePack, each after its length, over a Unix
-socket pair.
+"""What supervisor and workers say to each other: typed records
+as MessagePack, each after its length, over a Unix socket pair.
 
 Owns the records and the framing. Refuses to know what they lead to. Invariant: a frame is at most MAX_MESSAGE_BYTES,
 and bytes that are not one of the known records are an error, never executed and never guessed at.

@@ -82,8 +82,8 @@ class AttentionGroup(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A `Step` as the layers need it. `slots`: where each row goes in the cache. Cosines and sines: [rows, q + k heads,
-    head_dim]."""
+    """A `Step` as the layers need it. `slots`: where each row goes in
+    the cache. Cosines and sines: [rows, q + k heads, head_dim]."""
 
     token_ids: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
@@ -108,8 +108,8 @@ class LlamaModel:
         self._swap_halves = _swap_halves_matrix(config.head_dim)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        """Replaces every parameter; a head without a view of its own is the embedding. Nothing is bound when it
-        fails."""
+        """Replaces every parameter; a head without a view of its
+        own is the embedding. Nothing is bound when it fails."""
         self.unbind()
         tensors = _tensors({HEAD: views[EMBEDDING], **views})
         self._parameters = Parameters(
@@ -222,8 +222,8 @@ class LlamaModel:
         )
 
     def _rotary(self, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The tables at these positions, spread over heads; the softmax's 1 / sqrt(head_dim) goes along with the
-        queries."""
+        """The tables at these positions, spread over heads; the
+        softmax's 1 / sqrt(head_dim) goes along with the queries."""
         scale = np.ones((self._num_heads + self._num_kv_heads, 1), np.float32)
         scale[: self._num_heads] = self._config.head_dim**-0.5
         cosines = self._cosines[positions][:, None, :] * scale
@@ -254,8 +254,8 @@ def _numpy_view(tensor: Tensor) -> Floats:
 
 
 def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
-    """cos and sin of position x frequency for every position, [positions, head_dim]: both halves alike, as Hugging Face
-    has it."""
+    """cos and sin of position x frequency for every position,
+    [positions, head_dim]: both halves alike, as Hugging Face has it."""
     frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     positions = np.arange(config.max_position_embeddings, dtype=np.float32)
     angles = np.outer(positions, frequencies.astype(np.float32)).astype(np.float32)
@@ -264,8 +264,8 @@ def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
 
 
 def _swap_halves_matrix(head_dim: int) -> Tensor:
-    """x @ matrix = (-x2, x1): exact (a single term in each sum), and one operator instead of a split, a negation and a
-    concat."""
+    """x @ matrix = (-x2, x1): exact (a single term in each sum),
+    and one operator instead of a split, a negation and a concat."""
     half = head_dim // 2
     matrix = np.zeros((head_dim, head_dim), np.float32)
     matrix[half:, :half] = -np.eye(half)

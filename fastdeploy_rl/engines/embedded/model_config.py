@@ -67,8 +67,8 @@ class ModelConfig:
 def read_config(directory: Path) -> ModelConfig:
     """Reads `config.json` (and the stop tokens of `generation_config.json`, where there is one).
 
-    ConfigurationError: no such directory, or a model this engine does not compute. CheckpointError: a file that is
-    broken.
+    ConfigurationError: no such directory, or a model this engine
+    does not compute. CheckpointError: a file that is broken.
     """
     if not directory.is_dir():
         raise ConfigurationError(f"no such model directory: {directory}; --model takes a Hugging Face directory")

@@ -1,8 +1,8 @@
 """One tensor-parallel rank of the embedded engine, as the weight manager and the worker loop see it.
 
-Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither processes nor HTTP nor where weights
-come from. Invariant: what the cache holds was made with the weights that are bound: whatever changes one drops the
-other.
+Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither
+processes nor HTTP nor where weights come from. Invariant: what the cache holds
+was made with the weights that are bound: whatever changes one drops the other.
 """
 
 import os
@@ -32,8 +32,8 @@ DEFAULT_KV_PAGES = 1024
 
 
 class EmbeddedRunner:
-    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come from the loop's thread; `execute` is a meeting of
-    all ranks."""
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come
+    from the loop's thread; `execute` is a meeting of all ranks."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class EmbeddedRunner:
         num_kv_pages: int | None = None,
         max_step_tokens: int = 512,
     ) -> None:
-        """Reads config.json only. ConfigurationError: a model that does not split over `num_ranks`, limits that
-        contradict it.
+        """Reads config.json only. ConfigurationError: a model that
+        does not split over `num_ranks`, limits that contradict it.
 
         `collectives` may be None for a single rank. `max_model_len` None: what the model was made for. `num_kv_pages`
         None: room for `max_num_seqs` of the longest requests, but no more than DEFAULT_KV_PAGES where one fits in
@@ -132,8 +132,8 @@ class EmbeddedRunner:
         return self._scheduler
 
     def execute(self, step: Step) -> Floats:
-        """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab]
-        float32."""
+        """One forward pass; every rank passes the same step. Logits
+        of the slices that want them: [slices, vocab] float32."""
         return self._model.forward(step, self._cache)
 
     def accept(self, step: Step, logits: Floats) -> None:

@@ -1,8 +1,8 @@
 """Which token comes next, given the logits of one position.
 
-Owns greedy and random choice and the log-probability that is reported. Knows nothing of requests or batches. Invariant:
-a choice is a pure function of (logits, options, seed, position): the same request gives the same tokens whatever shares
-its batch.
+Owns greedy and random choice and the log-probability that is reported. Knows nothing
+of requests or batches. Invariant: a choice is a pure function of (logits, options,
+seed, position): the same request gives the same tokens whatever shares its batch.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class SampledToken(NamedTuple):
 
 
 def sample(logits: Floats, options: SamplingOptions, *, seed: int, position: int) -> SampledToken:
-    """`logits`: [vocab] float32. `position` counts the tokens generated before this one. Ties go to the smaller token
-    id."""
+    """`logits`: [vocab] float32. `position` counts the tokens
+    generated before this one. Ties go to the smaller token id."""
     token_id = int(np.argmax(logits)) if options.temperature == 0 else _draw(logits, options, _uniform(seed, position))
     return SampledToken(token_id, float(logits[token_id]) - _log_sum_exp(logits))
 

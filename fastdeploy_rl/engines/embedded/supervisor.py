@@ -78,8 +78,8 @@ class ServeConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of one worker's matrix products: more than its share of the cores would only make ranks wait for each
-        other."""
+        """Of one worker's matrix products: more than its share of
+        the cores would only make ranks wait for each other."""
         return max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
 
 

@@ -56,8 +56,8 @@ class Tokenizer:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of the conversation, ready for the assistant's next turn. RequestError where the template refuses
-        it."""
+        """Token ids of the conversation, ready for the assistant's
+        next turn. RequestError where the template refuses it."""
         return self.encode(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:

@@ -32,8 +32,8 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, config: WorkerConfig, *, log_dir: Path, environ: Mapping[str, str], module: str) -> "WorkerProcess":
-        """Spawns rank `config.rank` with a socket of its own (`config.socket_fd` is filled in). Its output goes to
-        the log."""
+        """Spawns rank `config.rank` with a socket of its own
+        (`config.socket_fd` is filled in). Its output goes to the log."""
         own, theirs = socket.socketpair()
         log_path = log_dir / f"workerlog.{config.rank}"
         try:

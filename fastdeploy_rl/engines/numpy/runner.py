@@ -42,8 +42,8 @@ class NumpyRunner:
         self._kv_digest: str | None = None
 
     def load(self, seed: int) -> dict[str, TensorView]:
-        """A cold start: this rank's slices of the weights that `random_weights` gives for `seed`, in memory of its
-        own."""
+        """A cold start: this rank's slices of the weights that
+        `random_weights` gives for `seed`, in memory of its own."""
         tensors = random_weights(self._model, seed)
         views: dict[str, TensorView] = {}
         slices = {spec.name: self._slice(spec, tensors[spec.name]) for spec in self._updated()}
@@ -113,8 +113,8 @@ class NumpyRunner:
 
 
 def random_weights(model: NumpyModel, seed: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    """Full tensors of one version: every byte random, in the model's dtypes (BF16 as uint16). Tied names are left
-    out."""
+    """Full tensors of one version: every byte random, in the
+    model's dtypes (BF16 as uint16). Tied names are left out."""
     generator = np.random.default_rng(seed)
     weights = {}
     for spec in model.specs:

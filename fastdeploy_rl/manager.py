@@ -307,7 +307,8 @@ class DynamicWeightManager:
             handover = self._handovers.get_nowait()
         except queue.Empty:
             return
-        self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), None)
+        late = _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
+        self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), late)
 
     def _write_staged(self, record: CommandRecord, command: RankCommand) -> None:
         receipt = command.receipt()
@@ -374,7 +375,13 @@ class DynamicWeightManager:
         outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
         self._attempt(lambda: self._files.write_part(self.rank, record.number, part))
         self._rendezvous.show(version=version)
-        self._rendezvous.vote(record.number, Ballot.FINISHED, phase="fenced" if fence_reason else "idle")
+        self._rendezvous.vote(
+            record.number,
+            Ballot.FINISHED,
+            phase="fenced" if fence_reason else "idle",
+            error=error.name if error else "",
+            reason=error.text if error else "",
+        )
         _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
 
     def _fence(self, command: RankCommand) -> None:

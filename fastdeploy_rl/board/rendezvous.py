@@ -157,14 +157,18 @@ class BoardRendezvous:
 
 
 def _has_reached(record: RankRecord, command: int, wanted: Ballot) -> bool:
-    """Also where the rank is against it: it will not come any closer."""
     if record.command != command:
         return False
-    return record.ballot == wanted if wanted is Ballot.FINISHED else record.ballot >= wanted or record.ballot in AGAINST
+    return record.ballot == wanted if wanted is Ballot.FINISHED else wanted <= record.ballot < Ballot.FINISHED
 
 
 def _is_settled(records: list[RankRecord], command: int, wanted: Ballot) -> bool:
-    """One rank against it settles every question but who has finished."""
-    if wanted is not Ballot.FINISHED and any(r.command == command and r.ballot in AGAINST for r in records):
+    """One rank that is against it, or ended without it, settles every question but who has finished."""
+    if wanted is not Ballot.FINISHED and any(is_against(record, command) for record in records):
         return True
     return all(_has_reached(record, command, wanted) for record in records)
+
+
+def is_against(record: RankRecord, command: int) -> bool:
+    """That rank will not go on with the command."""
+    return record.command == command and record.ballot in (*AGAINST, Ballot.FINISHED)

@@ -26,9 +26,8 @@ class PlannedRegion:
     """`rows` rows of `row_bytes` (counted in the source) of one part of a published tensor.
 
     Source places are inside the segment, target places inside this rank's parameter (rows after `cast`). `read_*`:
-    where the rows lie in the whole published tensor, for its checksum; `live_*`: where they lie in this rank's
-    parameter, for that of what is live. `owns_read`: this rank counts these source bytes in the receipt; every rank
-    that needs them reads them all the same.
+    where the rows lie in the whole published tensor, for its checksum. `owns_read`: this rank counts these source bytes
+    in the receipt; every rank that needs them reads them all the same.
     """
 
     tensor: str
@@ -43,8 +42,6 @@ class PlannedRegion:
     read_offset: int
     read_stride: int
     owns_read: bool
-    live_offset: int
-    live_stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +258,6 @@ def _regions(tensor: Tensor, spec: ParameterSpec, local: _Window, counts: bool) 
                 read_offset=whole.offset * size,
                 read_stride=whole.stride * size,
                 owns_read=counts,
-                live_offset=target.offset * target_size,
-                live_stride=target.stride * target_size,
             )
 
 

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fastdeploy_rl.board.layout import AGAINST, Ballot, CommandRecord, Decision, RankRecord
-from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
+from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question, is_against
 from fastdeploy_rl.config import FINISH_GRACE_S
 from fastdeploy_rl.errors import FastDeployRLError, FencedError, StepFailedError, from_wire
 from fastdeploy_rl.receipt import RankReceipt, Receipt
@@ -92,7 +92,8 @@ class Conductor:
     def _await_ballots(self, command: CommandRecord, wanted: Ballot) -> FastDeployRLError | None:
         """What speaks against going on once every rank could have reached `wanted`."""
         try:
-            return _first_objection(self._rendezvous.await_votes(command.number, wanted, command.deadline_ns))
+            records = self._rendezvous.await_votes(command.number, wanted, command.deadline_ns)
+            return _first_objection(records, command.number)
         except FastDeployRLError as silence:
             return silence
 
@@ -145,8 +146,8 @@ def _without_parts(kind: CommandKind, outcome: CommandOutcome, lost: FastDeployR
     return outcome
 
 
-def _first_objection(records: list[RankRecord]) -> FastDeployRLError | None:
-    against = [(rank, record) for rank, record in enumerate(records) if record.ballot in AGAINST]
+def _first_objection(records: list[RankRecord], command: int) -> FastDeployRLError | None:
+    against = [(rank, record) for rank, record in enumerate(records) if is_against(record, command)]
     if not against:
         return None
     rank, record = against[0]

@@ -47,8 +47,6 @@ class RankUpdate:
     arena: Mapping | None = None
     """alias: engine memory for what cannot be aliased. copy onto live weights: the saved old bytes. copy onto nothing:
     the new home."""
-    consumed: dict[str, Fletcher4] | None = None
-    """By parameter, what `stage` read for it; `install` must read the same."""
     not_aliased: dict[str, str] = field(default_factory=dict)
     """alias: parameters that were copied all the same, and why."""
     new: LiveWeights | None = None
@@ -126,19 +124,14 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     views = _known(update.old).views if update.copies_in_place else _places(update, plan)
     planned = [*plan.parameters, *_unplanned(plan, tensors)]
-    regions = [
-        _region(update, parameter, region, tensors[parameter.source], views.get(parameter.name))
-        for parameter in planned
-        for region in parameter.regions
-    ]
-    sums = _add_up(planned, transfer(regions, update.num_threads))
-    update.consumed = sums.consumed
+    homes = {} if update.copies_in_place else {n: view for n, view in views.items() if view.mapping is update.arena}
+    sums = _transfer(update, planned, homes)
     new = LiveWeights(
         version=update.version,
         layout_digest=manifest.layout_digest,
         content_digest=manifest.content_digest,
         views=dict(views),
-        read=dict.fromkeys(tensors, ZERO) | sums.owned,
+        read=dict.fromkeys(tensors, ZERO) | sums.read,
         live={parameter.name: sums.live[parameter.name] for parameter in plan.parameters},
     )
     _check_copied(update, new)
@@ -175,51 +168,44 @@ def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
 
 
 def _region(
-    update: RankUpdate, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView | None
+    staged: StagedSource, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView | None
 ) -> Region:
-    """The job of one planned region: a copy into `home`, or a
-    mere read where the bytes stay or move only at `install`."""
-    is_copy = home is not None and not update.copies_in_place and not _is_aliased(update, parameter)
+    """The job of one planned region: a copy into `home`, or a mere read where there is none."""
     return Region(
-        source=_known(update.staged).segments[planned.segment],
+        source=staged.segments[planned.segment],
         source_offset=planned.source_offset,
         source_stride=planned.source_stride,
         rows=planned.rows,
         row_bytes=planned.row_bytes,
-        target=home.mapping if is_copy and home is not None else None,
-        target_offset=home.offset + planned.target_offset if is_copy and home is not None else 0,
-        target_stride=planned.target_stride if is_copy else 0,
+        target=None if home is None else home.mapping,
+        target_offset=0 if home is None else home.offset + planned.target_offset,
+        target_stride=0 if home is None else planned.target_stride,
         cast=planned.cast,
-        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes),
-        live_place=None if home is None or update.copies_in_place else _live_place(parameter, planned),
+        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes) if planned.owns_read else None,
+        live_place=Place(planned.target_offset, planned.target_stride, parameter.num_bytes),
     )
 
 
-def _live_place(parameter: PlannedParameter, planned: PlannedRegion) -> Place:
-    return Place(planned.live_offset, planned.live_stride, parameter.num_bytes)
-
-
 class _Sums(NamedTuple):
-    """`owned`: what this rank counts, by tensor; `consumed`: all
-    it read, and `live`: what it wrote or binds, by parameter."""
+    """`read`: what this rank counts, by tensor; `live`: what its parameters hold then, by parameter."""
 
-    owned: dict[str, Fletcher4]
-    consumed: dict[str, Fletcher4]
+    read: dict[str, Fletcher4]
     live: dict[str, Fletcher4]
 
 
-_Results = list[tuple[tuple[int, int, int, int] | None, tuple[int, int, int, int] | None]]
-
-
-def _add_up(planned: Sequence[PlannedParameter], results: _Results) -> _Sums:
-    sums = _Sums({}, {p.name: ZERO for p in planned}, {p.name: ZERO for p in planned})
-    regions = ((parameter.name, region) for parameter in planned for region in parameter.regions)
-    for (name, region), (read, live) in zip(regions, results, strict=True):
-        contribution = Fletcher4(*(read or ZERO))
-        sums.consumed[name] = add(sums.consumed[name], contribution)
-        sums.live[name] = add(sums.live[name], Fletcher4(*(live or ZERO)))
+def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: dict[str, TensorView]) -> _Sums:
+    """Reads all that is planned, copies what has a home, and sums up both sides in the same pass."""
+    tensors = {tensor.name: tensor for tensor in _known(update.resolved).manifest.tensors}
+    jobs = [(parameter, region) for parameter in planned for region in parameter.regions]
+    results = transfer(
+        [_region(_known(update.staged), p, region, tensors[p.source], homes.get(p.name)) for p, region in jobs],
+        update.num_threads,
+    )
+    sums = _Sums({}, {parameter.name: ZERO for parameter in planned})
+    for (parameter, region), (read, live) in zip(jobs, results, strict=True):
+        sums.live[parameter.name] = add(sums.live[parameter.name], Fletcher4(*(live or ZERO)))
         if region.owns_read:
-            sums.owned[region.tensor] = add(sums.owned.get(region.tensor, ZERO), contribution)
+            sums.read[region.tensor] = add(sums.read.get(region.tensor, ZERO), Fletcher4(*(read or ZERO)))
     return sums
 
 
@@ -264,26 +250,12 @@ def drain(update: RankUpdate) -> int:
 
 
 def install(update: RankUpdate) -> int:
-    new = _known(update.new)
+    new, plan = _known(update.new), _known(update.plan)
     if not update.copies_in_place:
         update.runner.bind(new.views)
         return 0
-    plan, manifest = _known(update.plan), _known(update.resolved).manifest
-    tensors = {tensor.name: tensor for tensor in manifest.tensors}
     update.is_written = True
-    regions = [
-        _install_region(update, parameter, region, tensors[parameter.source], new.views[parameter.name])
-        for parameter in plan.parameters
-        for region in parameter.regions
-    ]
-    sums = _add_up(plan.parameters, transfer(regions, update.num_threads))
-    changed = [name for name, consumed in sums.consumed.items() if consumed != _known(update.consumed)[name]]
-    if changed:
-        raise ChecksumMismatchError(
-            f"rank {update.runner.rank}, version {new.version}: published bytes changed between stage and install, "
-            f"first of {changed[0]}"
-        )
-    new.live.update(sums.live)
+    _check_sums(_transfer(update, plan.parameters, new.views).live, new, update.runner.rank)
     return plan.copied_bytes + plan.aliased_bytes
 
 
@@ -296,24 +268,6 @@ def uninstall(update: RankUpdate) -> None:
     elif update.is_written:
         transfer(_copies(_packed_views(old.views, _known(update.arena)), old.views), update.num_threads)
         update.is_written = False
-
-
-def _install_region(
-    update: RankUpdate, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView
-) -> Region:
-    return Region(
-        source=_known(update.staged).segments[planned.segment],
-        source_offset=planned.source_offset,
-        source_stride=planned.source_stride,
-        rows=planned.rows,
-        row_bytes=planned.row_bytes,
-        target=home.mapping,
-        target_offset=home.offset + planned.target_offset,
-        target_stride=planned.target_stride,
-        cast=planned.cast,
-        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes),
-        live_place=_live_place(parameter, planned),
-    )
 
 
 # --- verify: what is bound is what was staged ------------------------------------------------------
@@ -375,9 +329,6 @@ STALLING_STEPS = (
     UpdateStep("commit", UpdateEvent.COMMIT, agree, leave),
 )
 """At a decode boundary; the time from the first to the last is the stall."""
-STEPS = STAGING_STEPS + STALLING_STEPS
-
-
 # --- small geometry --------------------------------------------------------------------------------
 
 

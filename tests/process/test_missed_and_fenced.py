@@ -40,7 +40,10 @@ def test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on(tmp_path: P
     ):
         publish(publisher, random_weights(MODEL, 1), 1)
         assert engine.ask(late_rank, "busy 1.5") == "begun"
-        with pytest.raises(DeadlineExceededError, match=rf"ranks .*{late_rank}.* did not reach VERIFIED"):
+        with pytest.raises(
+            DeadlineExceededError,
+            match="no decode boundary|did not reach VERIFIED",
+        ):
             client.update(deadline_s=0.5)
         assert engine.read(late_rank) == "done"
         assert engine.holds(random_weights(MODEL, 0))

@@ -46,6 +46,7 @@ class Served:
                 *("--port", str(self.port), "--engine-worker-queue-port", str(self.board_port)),
             ],
             stdout=subprocess.PIPE,
+            bufsize=0,  # select sees what readline left, and a buffer would hide it
         )
 
     def await_ready(self) -> None:

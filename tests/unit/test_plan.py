@@ -17,6 +17,7 @@ from fastdeploy_rl.errors import ConfigurationError, CoverageError, StepFailedEr
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
 from fastdeploy_rl.plan.planner import (
     AliasSource,
+    LastPlan,
     Plan,
     PlannedParameter,
     PlannedRegion,
@@ -135,7 +136,7 @@ def live_sum(parameter: PlannedParameter, live: bytes) -> Fletcher4:
     for region in parameter.regions:
         width = region.row_bytes * {"none": 2, "F32_BF16": 1, "BF16_F32": 4}[region.cast] // 2
         for i in range(region.rows):
-            place = region.live_offset + i * region.live_stride
+            place = region.target_offset + i * region.target_stride
             sums = add(sums, contribution(live[place : place + width], place, parameter.num_bytes))
     return sums
 
@@ -291,8 +292,6 @@ def test_columns_of_a_full_tensor_are_copied_row_by_row() -> None:
         read_offset=8,
         read_stride=16,
         owns_read=True,
-        live_offset=0,
-        live_stride=8,
     )
 
 
@@ -333,7 +332,7 @@ def test_a_cast_scales_the_target(source: str, target: str, how: str, target_str
     assert parameter.why_not_alias == f"dtype {source} -> {target}"
     assert parameter.num_bytes == 12 * itemsize(target)
     assert (region.cast, region.row_bytes) == (how, 2 * itemsize(source))
-    assert (region.target_stride, region.live_stride) == (target_stride, target_stride)
+    assert region.target_stride == target_stride
     assert (region.source_stride, region.read_stride) == (4 * itemsize(source), 4 * itemsize(source))
 
 
@@ -456,3 +455,26 @@ def test_a_plan_that_does_not_write_each_byte_once_is_found(case: str) -> None:
 
 def test_numpy_names_agree_with_the_executor() -> None:
     assert cast(values_of((3,)), "BF16").dtype == numpy_dtype("BF16")
+
+
+def test_a_known_layout_is_planned_once_and_another_order_anew() -> None:
+    """Equal tensors that change places between publications lie elsewhere: the last plan must not be used again."""
+    specs = [ParameterSpec("a", "F32", (4,), None), ParameterSpec("b", "F32", (4,), None)]
+    ab = Publication(Source("a", values_of((4,))), Source("b", values_of((4,), 9))).manifest
+    ba = Publication(Source("b", values_of((4,), 9)), Source("a", values_of((4,)))).manifest
+    plans = LastPlan(specs, 0, 1)
+    first = plans.make(ab)
+    assert plans.make(ab) is first == make_plan(ab, specs, 0, 1)
+    assert plans.make(ba) == make_plan(ba, specs, 0, 1) != first
+
+
+def test_a_known_layout_does_not_hide_tied_names_that_disagree() -> None:
+    """Coverage depends on checksums too: it is checked for every publication."""
+    specs = [
+        ParameterSpec("embed", "F32", (4,), None),
+        ParameterSpec("head", "F32", (4,), None, Coverage.TIED, "embed"),
+    ]
+    plans = LastPlan(specs, 0, 1)
+    plans.make(Publication(Source("embed", values_of((4,))), Source("head", values_of((4,)))).manifest)
+    with pytest.raises(CoverageError, match="head: tied to embed, but published with other values"):
+        plans.make(Publication(Source("embed", values_of((4,))), Source("head", values_of((4,), 9))).manifest)

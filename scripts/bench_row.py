@@ -1,6 +1,5 @@
 """One line of the benchmark: a figure, the limit or peer measured beside it, and the target for their ratio."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -37,12 +36,6 @@ def at_most(name: str, value: float, unit: str, limit: str, limit_value: float, 
 
 def at_least(name: str, value: float, unit: str, limit: str, limit_value: float, wanted: float, target: str) -> Row:
     return Row(name, value, unit, limit, limit_value, target, value >= wanted)
-
-
-def median_seconds(act: Callable[[], object], runs: int) -> float:
-    """Median time of `act` over `runs` runs, after one that does not count."""
-    act()
-    return statistics.median(seconds_of(act) for _ in range(runs))
 
 
 def seconds_of(act: Callable[[], object]) -> float:

@@ -2,7 +2,7 @@
 
     scripts/bench                          everything, as a table
     scripts/bench --json build/bench.json  the same, and as JSON
-    scripts/bench --only decode            rows whose name contains the word
+    scripts/bench --only decode            one group: update, wake-up, decode
 
 Exit code 0 also where a target is missed: a figure is a fact about a machine. `--strict` makes it 1.
 """
@@ -29,7 +29,7 @@ def main() -> int:
     console = Console(stderr=True)
     groups = {
         "update": lambda: update_rows(arguments.runs),
-        "wake-up": lambda: word_rows(),
+        "wake-up": word_rows,
         "decode": lambda: decode_rows(arguments.model, arguments.runs),
     }
     rows: list[Row] = []
@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of the real model")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--runs", type=int, default=7, help="runs a median is taken of (at least 5)")
-    parser.add_argument("--only", default="", help="groups whose name contains this: update, wake-up, decode")
+    parser.add_argument("--runs", type=int, default=7, choices=range(5, 1000), metavar="N", help="runs a median is of")
+    parser.add_argument("--only", default="", choices=["update", "wake-up", "decode"], help="one group of rows")
     parser.add_argument("--strict", action="store_true", help="exit code 1 where a target is missed")
     return parser
 

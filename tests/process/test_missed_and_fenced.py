@@ -42,7 +42,7 @@ def test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on(tmp_path: P
         assert engine.ask(late_rank, "busy 1.5") == "begun"
         with pytest.raises(
             DeadlineExceededError,
-            match="no decode boundary|did not reach VERIFIED",
+            match=r"no decode boundary|did not reach VERIFIED",
         ):
             client.update(deadline_s=0.5)
         assert engine.read(late_rank) == "done"

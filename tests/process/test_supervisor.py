@@ -29,6 +29,7 @@ class Engine:
         self.child = subprocess.Popen(
             [sys.executable, str(HERE / "supervised.py"), json.dumps(settings)],
             stdout=subprocess.PIPE,
+            bufsize=0,  # select sees what readline left, and a buffer would hide it
             env=dict(os.environ) | {"FAKE_WORKER": fault, "PYTHONPATH": str(HERE)},
         )
 

@@ -17,6 +17,11 @@ DEFAULT_COPY_THREADS = 8
 the machines we measured; fewer where there are fewer CPUs."""
 
 
+ALIAS, COPY, AUTO = "alias", "copy", "auto"
+APPLY_MODES = (AUTO, ALIAS, COPY)
+"""How weights become live: parameters rebind to published memory; published bytes go into the parameters' own; or alias
+where a tensor can be aliased, and a copy for the rest."""
+
 FINISH_GRACE_S = 5.0
 """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
 BOARD_GRACE_S = FINISH_GRACE_S + 5.0
@@ -33,7 +38,6 @@ class Deadlines:
     attach_s: float = 600.0
     update_s: float = 30.0
     clear_s: float = 30.0
-    publish_s: float = 30.0
     stop_s: float = 10.0
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from msgspec import structs
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
-from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.config import APPLY_MODES, AUTO, Deadlines
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -44,7 +44,7 @@ from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.cold_start import cold_weights, specs_digest
 from fastdeploy_rl.update.coordinator import Coordinator
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart
-from fastdeploy_rl.update.steps import APPLY_MODES, AUTO, RankUpdate, UpdateStep
+from fastdeploy_rl.update.steps import RankUpdate, UpdateStep
 from fastdeploy_rl.update.transaction import (
     ClearCommand,
     RankCommand,

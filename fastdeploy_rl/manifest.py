@@ -32,7 +32,7 @@ ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
 _LOCATOR = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
-_LAYOUT = re.compile(r"full|tp:[1-9][0-9]{0,3}", re.ASCII)
+_LAYOUT = re.compile(r"full|tp:([1-9][0-9]{0,3})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
@@ -126,6 +126,14 @@ def build_manifest(
     return msgspec.structs.replace(manifest, layout_digest=layout_digest, content_digest=content_digest)
 
 
+def layout_ranks(layout: str) -> int:
+    """N of "tp:N", 0 for "full". ManifestError for other text."""
+    match = _LAYOUT.fullmatch(layout)
+    if match is None:
+        raise ManifestError(f"manifest: layout must be full or tp:N, got {layout!r:.80}")
+    return int(match[1] or 0)
+
+
 def encode(manifest: Manifest) -> bytes:
     """The canonical bytes: equal manifests give equal bytes."""
     return msgspec.json.encode(msgspec.structs.replace(manifest, aliases=dict(sorted(manifest.aliases.items()))))
@@ -195,8 +203,7 @@ def _check_header(manifest: Manifest) -> None:
         WeightVersion.parse(manifest.version)
     except VersionFormatError as error:
         raise ManifestError(f"manifest: {error}") from error
-    if not _LAYOUT.fullmatch(manifest.layout):
-        raise ManifestError(f"manifest: layout must be full or tp:N, got {manifest.layout!r:.80}")
+    layout_ranks(manifest.layout)
     if len(manifest.tensors) + len(manifest.aliases) > MAX_TENSORS:
         raise ManifestError(f"manifest: {len(manifest.tensors)} tensors are more than {MAX_TENSORS}")
     if len(manifest.segments) > MAX_SEGMENTS:

@@ -19,9 +19,8 @@ class CommandKind(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """How a command ended; the value stands on the board. PENDING while it runs."""
+    """How a command ended; the value stands on the board."""
 
-    PENDING = 0
     DONE = 1
     REJECTED = 2
     FENCED = 3

@@ -19,12 +19,12 @@ from fastdeploy_rl.cli.options import (
     print_fields,
     print_line,
 )
+from fastdeploy_rl.config import APPLY_MODES, AUTO
 
 if TYPE_CHECKING:
     from fastdeploy_rl.engines.embedded.messages import Ready
     from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig
 
-APPLY_MODES = ("auto", "alias", "copy")
 _EXAMPLES = """\
   fastdeploy-rl serve --model ~/models/SmolLM2-135M-Instruct --tensor-parallel-size 3 --load-strategy ipc
   fastdeploy-rl serve --model DIR --tensor-parallel-size 1 --load-strategy ipc --ipc-dir /dev/shm/weights --port 9000"""
@@ -53,7 +53,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--apply-mode",
         choices=APPLY_MODES,
-        default="auto",
+        default=AUTO,
         help="alias published memory, copy it, or alias what can be and copy the rest (auto, the default)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="HTTP address (default 127.0.0.1)")

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from fastdeploy_rl.lifecycle import Admission
 from fastdeploy_rl.report import EngineStatus, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STEP_BUCKETS = (0.0001, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
-_ADMISSIONS = ("starting", "serving", "paused", "fenced", "stopped")
 
 
 class EngineMetrics:
@@ -70,8 +70,8 @@ class EngineMetrics:
         self._weights.clear()
         if status.version and status.is_serving:
             self._weights.labels(status.version, status.content_digest).set(1)
-        for state in _ADMISSIONS:
-            self._admission.labels(state).set(state == status.admission)
+        for state in Admission:
+            self._admission.labels(state.value).set(state.value == status.admission)
         for rank in status.ranks:
             self._heartbeat_age.labels(str(rank.rank)).set(rank.heartbeat_age_s)
         return generate_latest(self._registry)

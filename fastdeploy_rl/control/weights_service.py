@@ -22,10 +22,9 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
+from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
-MAX_REPORTS = 32
-"""As many as an engine keeps."""
 MAX_DEADLINE_S = 3600.0
 LEGACY_DEADLINE_S = 300.0
 """FastDeploy's time-out of its two routes."""
@@ -147,7 +146,7 @@ class WeightsService:
         done = self._board.status().commands_done
         first, self._num_reported = self._num_reported + 1, max(done, self._num_reported)
         reports = []
-        for command in range(max(first, done - MAX_REPORTS), done + 1):
+        for command in range(max(first, done - KEPT_REPORTS), done + 1):
             with contextlib.suppress(StepFailedError):
                 reports.append(self._board.read_report(command))
         return reports

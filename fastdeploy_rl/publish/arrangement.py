@@ -6,7 +6,6 @@ tensors: refuses to know arenas and channels, and a model's right shapes (only t
 Invariant: each source byte has exactly one place.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,14 +13,13 @@ from typing import NamedTuple
 
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.dtypes import itemsize
-from fastdeploy_rl.errors import ConfigurationError
-from fastdeploy_rl.manifest import ALIGNMENT, Manifest, Part, Segment, Tensor, build_manifest
+from fastdeploy_rl.errors import ConfigurationError, ManifestError
+from fastdeploy_rl.manifest import ALIGNMENT, Manifest, Part, Segment, Tensor, build_manifest, layout_ranks
 from fastdeploy_rl.memory.host_tensor import HostTensor
 from fastdeploy_rl.version import WeightVersion
 
 ShardAxis = Callable[[str], int | None]
 
-_LAYOUT = re.compile(r"full|tp:([1-9][0-9]{0,3})", re.ASCII)
 _DRAFT = Segment(kind="shm", locator="draft", num_bytes=2**62, arena=0, generation=0)
 
 
@@ -97,10 +95,10 @@ def arrange(tensors: Mapping[str, HostTensor], layout: str, shard_axis: ShardAxi
 
 def _num_ranks(layout: str) -> int:
     """N of "tp:N"; 0 for "full"."""
-    match = _LAYOUT.fullmatch(layout) if isinstance(layout, str) else None
-    if match is None:
-        raise ConfigurationError(f"layout must be 'full' or 'tp:N' with N in 1 to 9999, got {layout!r:.80}")
-    return int(match[1] or 0)
+    try:
+        return layout_ranks(layout)
+    except (ManifestError, TypeError) as error:
+        raise ConfigurationError(f"layout must be 'full' or 'tp:N' with N in 1 to 9999, got {layout!r:.80}") from error
 
 
 def _checked_axis(name: str, host: HostTensor, axis: int | None, num_ranks: int) -> int | None:

@@ -26,7 +26,6 @@ from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.version import WeightVersion
 
-_MAX_MANIFEST_BYTES = 64 << 20
 _MAX_LATEST_BYTES = 4096
 _MAX_EPOCH_BYTES = 32
 _MANIFEST_NAME = re.compile(r"manifest-[0-9]+\.[0-9]+-[0-9a-f]{16}\.json", re.ASCII)
@@ -95,7 +94,7 @@ class Channel:
     def read_manifest(self, latest: Latest) -> Manifest:
         """The manifest that `latest` names, its bytes checked against
         the digest. FileNotFoundError when it was superseded."""
-        data = self._read(latest.file, _MAX_MANIFEST_BYTES)
+        data = self._read(latest.file, manifests.MAX_BYTES)
         digest = manifests.file_digest(data)
         if digest != latest.file_digest:
             raise ManifestError(

@@ -31,7 +31,6 @@ def cold_weights(
     read = {spec.name: Fletcher4(*place) for spec, (place, _) in zip(specs, sums, strict=True) if place is not None}
     return LiveWeights(
         version=version,
-        layout_digest=specs_digest(specs),
         content_digest=sha256("".join(value.hex() for value in live.values()).encode()).hexdigest(),
         views=views,
         read=read,

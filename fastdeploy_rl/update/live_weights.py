@@ -19,7 +19,6 @@ class LiveWeights:
     two halves of its receipt, `read` by manifest tensor."""
 
     version: WeightVersion
-    layout_digest: str
     content_digest: str
     views: dict[str, TensorView]
     read: dict[str, Fletcher4]

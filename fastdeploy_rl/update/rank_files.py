@@ -14,7 +14,7 @@ from fastdeploy_rl.errors import StepFailedError
 from fastdeploy_rl.receipt import RankReceipt, Receipt
 from fastdeploy_rl.report import RankReport, UpdateReport
 
-_KEPT_REPORTS = 32
+KEPT_REPORTS = 32
 _MAX_BYTES = 256 << 20
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -53,7 +53,7 @@ class RankFiles:
 
     def write_report(self, report: UpdateReport) -> None:
         self._write(f"report.{report.command}.json", report)
-        (self._run_dir / f"report.{report.command - _KEPT_REPORTS}.json").unlink(missing_ok=True)
+        (self._run_dir / f"report.{report.command - KEPT_REPORTS}.json").unlink(missing_ok=True)
 
     def read_report(self, command: int) -> UpdateReport:
         return self._read(UpdateReport, f"report.{command}.json")

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
+from fastdeploy_rl.config import ALIAS, COPY
 from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, StepFailedError
 from fastdeploy_rl.lifecycle import UpdateEvent
 from fastdeploy_rl.manifest import Tensor
@@ -22,8 +23,6 @@ from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, Weight
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.version import WeightVersion
 
-ALIAS, COPY, AUTO = "alias", "copy", "auto"
-APPLY_MODES = (AUTO, ALIAS, COPY)
 _ALIGNMENT = 512
 
 
@@ -128,7 +127,6 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
     sums = _transfer(update, planned, homes)
     new = LiveWeights(
         version=update.version,
-        layout_digest=manifest.layout_digest,
         content_digest=manifest.content_digest,
         views=dict(views),
         read=dict.fromkeys(tensors, ZERO) | sums.read,

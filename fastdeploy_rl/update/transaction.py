@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastdeploy_rl.checksum import Fletcher4
+from fastdeploy_rl.config import COPY
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.plan.planner import LastPlan
@@ -19,7 +20,7 @@ from fastdeploy_rl.report import RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
-from fastdeploy_rl.update.steps import COPY, STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
+from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
 
 
 @dataclass

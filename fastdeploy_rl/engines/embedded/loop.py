@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from fastdeploy_rl.control.generation import GeneratedToken
-from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.engines.embedded.scheduler import FinishReason, Step, TokenOutput
 from fastdeploy_rl.errors import RequestError
@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """An idle rank 0 still says something this often, so that the others' wait for it can have a deadline."""
-SEND_TIMEOUT_S = 10.0
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
 from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 
 MAX_MESSAGE_BYTES = 16 << 20
+SEND_TIMEOUT_S = 10.0
 SLOT_BYTES = 1 << 20
 """Of the collectives' segment: supervisor and workers must mean the same."""
 _HEADER = struct.Struct("<I")

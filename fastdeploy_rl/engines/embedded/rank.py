@@ -15,8 +15,8 @@ import paddle
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.engines.embedded.loop import SEND_TIMEOUT_S, Follower, Leader
-from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Ready, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.loop import Follower, Leader
+from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, SLOT_BYTES, Ready, WorkerConfig, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
 from fastdeploy_rl.sources import registry

@@ -17,13 +17,12 @@ import threading
 
 import msgspec
 
-from fastdeploy_rl.engines.embedded.messages import Failed, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, Failed, WorkerConfig, WorkerSocket
 from fastdeploy_rl.errors import EngineError, FastDeployRLError
 
 _log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 1 << 20
-SEND_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 

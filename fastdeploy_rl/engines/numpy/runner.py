@@ -25,9 +25,6 @@ class NumpyModel:
 
     specs: tuple[ParameterSpec, ...]
 
-    def local_shape(self, spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
-        return tuple(n // num_ranks if axis == spec.shard_axis else n for axis, n in enumerate(spec.shape))
-
 
 class NumpyRunner:
     """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called in which order stands in `calls`."""

@@ -131,7 +131,9 @@ def _group_problems(
 
 def _tensor_problems(spec: ParameterSpec, tensor: Tensor) -> Iterator[str]:
     if tensor.shape != spec.shape:
-        yield f"{spec.name}: shape expected {list(spec.shape)} got {list(tensor.shape)}"
+        is_turned = len(spec.shape) == 2 and tensor.shape == spec.shape[::-1]
+        hint = " (transposed? linear weights are [in, out] here)" if is_turned else ""
+        yield f"{spec.name}: shape expected {list(spec.shape)} got {list(tensor.shape)}{hint}"
     if cast_between(tensor.dtype, spec.dtype) is None:
         yield f"{spec.name}: dtype expected {spec.dtype} got {tensor.dtype}"
 

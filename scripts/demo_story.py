@@ -31,8 +31,6 @@ class Story:
     """Everything the parts need, and what they found out."""
 
     console: Console
-    model_dir: Path
-    stack: ExitStack
     engine: Engine
     trainer: JsonProcess
     question: str = ""
@@ -87,6 +85,7 @@ def part_start(story: Story) -> None:
 
 def part_train(story: Story) -> Json:
     story.console.rule("2  a trainer fine-tunes and publishes", align="left")
+    story.say("it teaches the model a wrong answer on purpose: so the change will show")
     losses = _train(story)
     story.summary["losses"] = losses
     story.promise(losses[-1] < losses[0], f"the loss falls: {', '.join(f'{loss:.3f}' for loss in losses)}")
@@ -142,6 +141,7 @@ def _cold_tokens(story: Story) -> list[int]:
         cold = Engine(directory, RANKS, OUT_DIR / "cold-channel", _log_dir("cold"))
         stack.callback(cold.stop)
         cold.await_ready()
+        stack.callback(shutil.rmtree, directory)  # half a gigabyte that nobody needs afterwards
         return _tokens(cold, story.question)
 
 
@@ -156,7 +156,8 @@ def part_reject(story: Story) -> None:
     broken = story.trainer.ask(do="publish_broken")
     answer = story.engine.request("GET", "/update_model_weight")
     message = answer.json()["message"]
-    story.say(f"{answer.status_code}: {message}")
+    for line in f"{answer.status_code}: {message}".splitlines():
+        story.say(line)
     story.row("update", broken["version"], story.engine.weights("/report")["seconds"], 0, "rejected")
     named = [name for name in story.broken_names if name in message]
     story.promise(
@@ -178,7 +179,9 @@ def part_clear(story: Story) -> None:
         story.row("clear", "", report["seconds"], sum(cleared[-1]), report["outcome"])
         if cycle == 0:
             _check_refusal(story)
-            story.trainer.ask(do="publish")  # the broken one is still the newest
+            good = story.trainer.ask(do="publish")  # the broken one is still the newest
+            story.say(f"published the trainer's weights again, as version {good['version']}")
+            story.row("publish", good["version"], good["seconds"], good["num_bytes"], "published")
         report = story.engine.command("update")
         story.row("update", report["version"], report["seconds"], sum(story.engine.weight_bytes), report["outcome"])
     story.summary["cleared_bytes"] = cleared
@@ -232,7 +235,7 @@ def tell(console: Console, model_dir: Path) -> int:
             OUT_DIR / "log" / "trainer",
         )
         stack.callback(trainer.stop)
-        story = Story(console, model_dir, stack, engine, trainer)
+        story = Story(console, engine, trainer)
         part_start(story)
         part_update(story, part_train(story))
         part_reject(story)

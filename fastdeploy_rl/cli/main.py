@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from fastdeploy_rl.cli import clear, publish, receipt, retire, serve, status, update
 from fastdeploy_rl.errors import FastDeployRLError
@@ -15,6 +16,7 @@ _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastdeploy-rl", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('fastdeploy_rl')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
         verb.add_parser(verbs)

@@ -69,7 +69,11 @@ def add_parser(verbs: Verbs) -> None:
         "--max-num-seqs", type=positive, default=8, metavar="N", help="requests that run at once (default 8)"
     )
     parser.add_argument(
-        "--max-model-len", type=positive, default=None, metavar="N", help="tokens of prompt and completion together"
+        "--max-model-len",
+        type=positive,
+        default=None,
+        metavar="N",
+        help="tokens of prompt and completion together (default 2048, or what the model can if that is less)",
     )
     parser.add_argument(
         "--log-dir",
@@ -93,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     config = ServeConfig(
         model_dir=options.model,
         num_ranks=options.tensor_parallel_size,
-        channel=options.ipc_dir or default_channel(),
+        channel=(options.ipc_dir or default_channel()).absolute(),
         load_strategy=options.load_strategy,
         apply_mode=options.apply_mode,
         host=options.host,

@@ -73,7 +73,10 @@ class Channel:
             check_private_directory(self.path)
             check_private_directory(self.holders_dir)
         except FileNotFoundError as error:
-            raise NoPublicationError(f"no channel at {self.path}: no trainer has published there yet") from error
+            raise NoPublicationError(
+                f"no channel at {self.path}: no trainer has published there yet; publish first, or name the trainer's "
+                "channel (--ipc-dir)"
+            ) from error
 
     # --- reading -----------------------------------------------------------------------------------
 
@@ -114,7 +117,9 @@ class Channel:
         while True:
             latest = self.read_latest()
             if latest is None:
-                raise NoPublicationError(f"nothing is published in {self.path}")
+                raise NoPublicationError(
+                    f"nothing is published in {self.path}; publish first (fastdeploy-rl publish DIR --step N)"
+                )
             if latest == seen:
                 raise NoPublicationError(f"{self.path / latest.file} is missing, though LATEST names it")
             try:

@@ -150,6 +150,5 @@ def _first_objection(records: list[RankRecord], command: int) -> FastDeployRLErr
     against = [(rank, record) for rank, record in enumerate(records) if is_against(record, command)]
     if not against:
         return None
-    rank, record = against[0]
-    also = f" (and {len(against) - 1} more ranks)" if len(against) > 1 else ""
-    return from_wire(record.error, f"rank {rank}{also}: {record.reason}")
+    rank, record = against[0]  # how many more there are depends on when one looks
+    return from_wire(record.error, f"rank {rank}: {record.reason}")

@@ -38,6 +38,7 @@ from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
+from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
@@ -124,6 +125,23 @@ def check_model(config: ServeConfig) -> CheckedModel:
     return CheckedModel(model, Tokenizer.open(config.model_dir), max_model_len, config.model_dir.resolve().name)
 
 
+def check_channel(channel: Path) -> None:
+    """ConfigurationError for a channel that trainers could not use either; one that is not there yet is fine."""
+    try:
+        check_private_directory(channel)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(f"channel {channel}: {error.strerror}; name another directory (--ipc-dir)") from error
+
+
+def _make_log_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"logs cannot go to {path}: {error.strerror}; choose another --log-dir") from error
+
+
 def serve(config: ServeConfig, announcer: Announcer) -> None:
     """Runs an engine until SIGINT, SIGTERM or SIGHUP; main thread only.
 
@@ -152,7 +170,8 @@ class _Engine:
         async with AsyncExitStack() as stack:
             stack.enter_context(_signals(self._on_signal))
             model = check_model(self._config)
-            self._config.log_dir.mkdir(parents=True, exist_ok=True)
+            check_channel(self._config.channel)
+            _make_log_dir(self._config.log_dir)
             listener = stack.enter_context(bind(self._config.host, self._config.port))
             board = Board.create(self._config.board_port, num_ranks=self._config.num_ranks)
             stack.callback(board.close)

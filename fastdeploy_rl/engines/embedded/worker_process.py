@@ -74,7 +74,7 @@ class WorkerProcess:
         if code is None:
             return f"rank {self.rank} (pid {self.pid}) is running"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        last = _last_line(self.log_path)
+        last = "" if code < 0 else _last_line(self.log_path)  # who is killed has no time to say why
         return f"rank {self.rank} (pid {self.pid}) {how}" + (f": {last}" if last else "") + f"; see {self.log_path}"
 
     def release(self) -> None:

@@ -30,6 +30,18 @@ HTTP_GRACE_S = BOARD_GRACE_S + 5.0
 """And a client over HTTP, whose answer still has to travel."""
 
 
+MAX_DEADLINE_S = 86_400.0
+
+
+def checked_deadline(seconds: float) -> float:
+    """`seconds` if it is a sensible time to wait for something; ConfigurationError otherwise."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_DEADLINE_S:
+        raise ConfigurationError(
+            f"a deadline is a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}, got {seconds!r:.40}"
+        )
+    return float(seconds)
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """How long each kind of wait may take, in seconds; turned
@@ -41,9 +53,8 @@ class Deadlines:
     stop_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, seconds in vars(self).items():
-            if not 0 < seconds < float("inf"):
-                raise ConfigurationError(f"deadline {name} must be a positive number of seconds, got {seconds!r}")
+        for seconds in vars(self).values():
+            checked_deadline(seconds)
 
 
 def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -12,6 +12,7 @@ import time
 from types import TracebackType
 
 from fastdeploy_rl import _native
+from fastdeploy_rl.config import checked_deadline
 from fastdeploy_rl.errors import DeadlineExceededError, EngineNotFoundError, SegmentError, UpdateRejectedError
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.shared_segment import SHM_DIR, SharedSegment, unlink_segment
@@ -146,7 +147,7 @@ class LegacySignal:
     def _request(self, command: LegacyStatus, wanted: LegacyStatus, deadline_s: float) -> None:
         if self._word is None:
             raise SegmentError("the signal is not attached; use it in a with statement")
-        deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
+        deadline_ns = time.monotonic_ns() + int(checked_deadline(deadline_s) * 1e9)
         self._word.store(command)
         while (value := self._word.load()) == command:
             if not self._word.wait_change(value, deadline_ns):

@@ -5,6 +5,16 @@ call. `--help` is fast, since a verb imports what it needs when it runs. Exit co
 trainer (errors.py), 130 interrupted.
 """
 
-from fastdeploy_rl.cli.main import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The installed script; returns the exit code. Ctrl-C ends it quietly from the first import on."""
+    try:
+        from fastdeploy_rl.cli.dispatch import run
+
+        return run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -2,11 +2,13 @@
 a few lines for people, one JSON document for programs."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from fastdeploy_rl.config import checked_deadline
+from fastdeploy_rl.errors import ConfigurationError
 
 DEFAULT_ENGINE = "8182"
 DEFAULT_HTTP_PORT = 8180
@@ -85,12 +87,9 @@ def positive(text: str) -> int:
 
 def seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
+        return checked_deadline(float(text))
+    except (ValueError, ConfigurationError) as error:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0 and at most a day, got {text!r}") from error
 
 
 def print_json(result: Any) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from fastdeploy_rl.config import HTTP_GRACE_S
+from fastdeploy_rl.config import HTTP_GRACE_S, checked_deadline
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import (
     ConfigurationError,
@@ -77,7 +77,7 @@ class HttpEngine:
         self.close()
 
     def _call(self, method: str, path: str, kind: type[_ResultT], deadline_s: float, **content: Any) -> _ResultT:
-        timeout = httpx.Timeout(deadline_s + HTTP_GRACE_S, connect=CONNECT_S)
+        timeout = httpx.Timeout(checked_deadline(deadline_s) + HTTP_GRACE_S, connect=CONNECT_S)
         try:
             answer = self._http.request(method, path, timeout=timeout, **content)
         except httpx.ConnectError as error:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
+from fastdeploy_rl.config import checked_deadline
 from fastdeploy_rl.errors import (
     DeadlineExceededError,
     FastDeployRLError,
@@ -25,7 +26,6 @@ from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
 from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
-MAX_DEADLINE_S = 3600.0
 LEGACY_DEADLINE_S = 300.0
 """FastDeploy's time-out of its two routes."""
 
@@ -76,17 +76,17 @@ class WeightsService:
             raise NotServingError(status.reason or f"the engine is {status.admission}")
 
     async def update(self, version: str | None, *, deadline_s: float, force: bool = False) -> UpdateReport:
-        _check_deadline(deadline_s)
+        checked_deadline(deadline_s)
         return await self._command(
             CommandKind.UPDATE, lambda client: client.update(version, deadline_s=deadline_s, force=force)
         )
 
     async def clear(self, *, deadline_s: float) -> UpdateReport:
-        _check_deadline(deadline_s)
+        checked_deadline(deadline_s)
         return await self._command(CommandKind.CLEAR, lambda client: client.clear(deadline_s=deadline_s))
 
     async def receipt(self, *, recompute: bool, deadline_s: float) -> Receipt:
-        _check_deadline(deadline_s)
+        checked_deadline(deadline_s)
         return await self._command(
             CommandKind.RECOMPUTE, lambda client: client.receipt(recompute=recompute, deadline_s=deadline_s)
         )
@@ -166,8 +166,3 @@ async def _legacy_outcome(command: Awaitable[UpdateReport], done: str) -> Legacy
     except FastDeployRLError as error:
         return LegacyAnswer(409, str(error))
     return LegacyAnswer(200, f"{done}: version {report.version or 'none'}")
-
-
-def _check_deadline(deadline_s: float) -> None:
-    if not 0 < deadline_s <= MAX_DEADLINE_S:
-        raise RequestError(f"`deadline_s` must be above 0 and at most {MAX_DEADLINE_S:.0f}, got {deadline_s!r}")

@@ -6,6 +6,7 @@ resource tracker that unlinks segments which are still in use elsewhere.
 """
 
 import os
+import stat
 from types import TracebackType
 
 import posix_ipc  # type: ignore[import-not-found,unused-ignore]  # a C extension without stubs
@@ -59,7 +60,8 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str, *, writable: bool = False) -> "SharedSegment":
-        """An existing segment, whole. SegmentError when it is missing, empty or not ours to open."""
+        """An existing segment, whole. SegmentError when it is missing, empty, not ours to open, or no segment."""
+        _check_regular(name)
         try:
             handle = posix_ipc.SharedMemory(_posix_name(name), read_only=not writable)
         except posix_ipc.ExistentialError as error:
@@ -108,6 +110,16 @@ def _posix_name(name: str) -> str:
 
 def _path(name: str) -> str:
     return f"{SHM_DIR}/{name}"
+
+
+def _check_regular(name: str) -> None:
+    """A pipe in a segment's place would keep us for good when opened, a link would lead away."""
+    try:
+        status = os.lstat(_path(_posix_name(name)[1:]))
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentError(f"{_path(name)} is no shared-memory segment; remove it")
 
 
 def _check_room(name: str, num_bytes: int) -> None:

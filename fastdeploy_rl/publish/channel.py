@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
 
@@ -174,12 +175,15 @@ class Channel:
 
     def _read(self, name: str, max_bytes: int) -> bytes:
         try:
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror}") from error
         with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ManifestError(f"{self.path / name} is no regular file")
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise ManifestError(f"{self.path / name} has more than {max_bytes} bytes")

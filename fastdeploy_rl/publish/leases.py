@@ -132,7 +132,7 @@ class LeaseTable:
         """Maps an existing table. NoPublicationError when there is
         none, SegmentError when the file is something else."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise NoPublicationError(f"nothing was ever published here: {self.path} is missing") from error
         try:

@@ -65,7 +65,7 @@ class WeightPublisher:
             # One holds the latest version, which stands until the next is complete in another.
             raise ConfigurationError(f"max_arenas must be 2 to {NUM_ARENAS}, got {max_arenas!r}")
         self.channel = Channel(config.default_channel() if channel is None else channel)
-        self._deadline_s = _checked_deadline(deadline_s)
+        self._deadline_s = config.checked_deadline(deadline_s)
         self._max_arenas = max_arenas
         self._opened: _OpenChannel | None = None
 
@@ -118,7 +118,7 @@ class WeightPublisher:
         """
         opened = self._started()
         began = time.monotonic()
-        deadline_ns = _deadline_ns(self._deadline_s if deadline_s is None else _checked_deadline(deadline_s))
+        deadline_ns = _deadline_ns(self._deadline_s if deadline_s is None else config.checked_deadline(deadline_s))
         arrangement = arrange(_borrow_all(state_dict), layout, shard_axis)
         manifest = opened.publish(arrangement, step, deadline_ns)
         seconds = time.monotonic() - began
@@ -288,12 +288,6 @@ def _copy_out(arrangement: Arrangement, target: _native.Mapping) -> dict[str, Fl
         if read is not None:
             checksums[tensor.name] = add(checksums[tensor.name], Fletcher4(*read))
     return checksums
-
-
-def _checked_deadline(seconds: float) -> float:
-    if not 0 < seconds < 1e9:
-        raise ConfigurationError(f"deadline_s must be a positive number of seconds, got {seconds!r}")
-    return seconds
 
 
 def _deadline_ns(seconds: float) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
-from fastdeploy_rl.config import BOARD_GRACE_S
+from fastdeploy_rl.config import BOARD_GRACE_S, checked_deadline
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     DeadlineExceededError,
@@ -112,7 +112,7 @@ class BoardClient:
     # --- one request -------------------------------------------------------------------------------
 
     def _ask(self, kind: CommandKind, version: str, deadline_s: float, force: bool) -> UpdateReport:
-        deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
+        deadline_ns = time.monotonic_ns() + int(checked_deadline(deadline_s) * 1e9)
         slot = self._claim(deadline_ns)
         offset = layout.request_offset(slot)
         try:

@@ -53,7 +53,7 @@ def _region(spec: ParameterSpec, view: TensorView, rank: int, num_ranks: int) ->
     rows = prod(spec.shape[:axis]) if inner else 0
     stride = inner * share
     owns = spec.shard_axis is not None or rank == 0
-    offset = rank * inner if spec.shard_axis is not None else 0
+    offset = rank * inner if rows and spec.shard_axis is not None else 0
     return Region(
         source=view.mapping,
         source_offset=view.offset,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question, is_against
 from fastdeploy_rl.config import FINISH_GRACE_S
-from fastdeploy_rl.errors import FastDeployRLError, FencedError, StepFailedError, from_wire
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, FencedError, from_wire
 from fastdeploy_rl.receipt import RankReceipt, Receipt
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart
@@ -67,9 +67,12 @@ class Conductor:
         if error is None and check_staged is not None:
             checked, error = self._check(command, check_staged)
         error = self._decide(command, Question.INSTALL, error)
-        if error is None:
+        is_installed = error is None
+        if is_installed:
             error = self._decide(command, Question.COMMIT, self._await_ballots(command, Ballot.VERIFIED))
-        return self._conclude(command, error, checked)
+        outcome = CommandOutcome(Outcome.DONE if error is None else Outcome.REJECTED, error, checked=checked)
+        self._conclude(command, outcome, can_tear=is_installed and kind is not CommandKind.RECOMPUTE)
+        return outcome
 
     # --- one command -------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class Conductor:
         """What speaks against going on once every rank could have reached `wanted`."""
         try:
             records = self._rendezvous.await_votes(command.number, wanted, command.deadline_ns)
-            return _first_objection(records, command.number)
+            return _first_objection(records, command.number, wanted)
         except FastDeployRLError as silence:
             return silence
 
@@ -113,42 +116,39 @@ class Conductor:
         proposal = Decision.YES if objection is None else Decision.NO
         if self._rendezvous.decide_once(question, command.number, proposal) is Decision.YES:
             return None
-        return objection or StepFailedError(f"a rank's deadline passed before the decision to {question.value}")
+        return objection or DeadlineExceededError(f"a rank's deadline passed before the decision to {question.value}")
 
-    def _conclude(
-        self, command: CommandRecord, error: FastDeployRLError | None, checked: Receipt | None
-    ) -> CommandOutcome:
-        kind = CommandKind(command.kind)
-        outcome = CommandOutcome(Outcome.DONE if error is None else Outcome.REJECTED, error, checked=checked)
+    def _conclude(self, command: CommandRecord, outcome: CommandOutcome, *, can_tear: bool) -> None:
+        """Waits until every rank followed the decision. One that is silent then may hold anything, if the command ever
+        touched a weight; else it can only undo, whenever it comes back, and the next command waits for that."""
         try:
             last_ns = command.deadline_ns + int(FINISH_GRACE_S * 1e9)
             self._rendezvous.await_votes(command.number, Ballot.FINISHED, last_ns)
             outcome.parts = self._files.read_parts(self._rendezvous.num_ranks, command.number)
         except FastDeployRLError as lost:
-            return _without_parts(kind, outcome, lost)
+            if can_tear:
+                outcome.outcome = Outcome.FENCED
+                outcome.error = FencedError(f"{lost}; it is not known what that rank holds")
+            elif outcome.error is None:
+                outcome.outcome, outcome.error = Outcome.REJECTED, lost
+            return
         self._forget(command.number)
         fenced = next((part.fence_reason for part in outcome.parts if part.fence_reason), "")
         if fenced:
             outcome.outcome, outcome.error = Outcome.FENCED, FencedError(fenced)
-        return outcome
 
     def _forget(self, number: int) -> None:
         self._unfinished = 0
         self._files.remove_command(number)
 
 
-def _without_parts(kind: CommandKind, outcome: CommandOutcome, lost: FastDeployRLError) -> CommandOutcome:
-    """Some rank did not tell how it ended. A command that only reads cannot have torn anything."""
-    if kind is CommandKind.RECOMPUTE:
-        outcome.outcome, outcome.error = Outcome.REJECTED, lost
-    else:
-        outcome.outcome, outcome.error = Outcome.FENCED, FencedError(f"{lost}; it is not known what that rank holds")
-    return outcome
-
-
-def _first_objection(records: list[RankRecord], command: int) -> FastDeployRLError | None:
-    against = [(rank, record) for rank, record in enumerate(records) if is_against(record, command)]
+def _first_objection(records: list[RankRecord], command: int, wanted: Ballot) -> FastDeployRLError | None:
+    against = [rank for rank, record in enumerate(records) if is_against(record, command)]
     if not against:
         return None
-    rank, record = against[0]  # how many more there are depends on when one looks
-    return from_wire(record.error, f"rank {rank}: {record.reason}")
+    for rank in against:
+        if records[rank].reason:
+            return from_wire(records[rank].error, f"rank {rank}: {records[rank].reason}")
+    # Those ran out of time themselves while they waited for the others.
+    behind = [rank for rank, record in enumerate(records) if record.command != command or record.ballot < wanted]
+    return DeadlineExceededError(f"command {command}: ranks {behind} did not reach {wanted.name} before the deadline")

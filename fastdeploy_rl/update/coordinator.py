@@ -136,12 +136,15 @@ class Coordinator:
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.REJECTED, error, version=request.version)
         if outcome.outcome is Outcome.FENCED:
-            self._fence(str(outcome.error))
+            self._forget_receipt()
+            self.state.fence(str(outcome.error))
         report = self._report(request, previous, outcome, time.monotonic() - started)
         self._try_to_store(lambda: self._files.write_report(report), "report")
         self.state.count_command()
         _log_report(report)
         request.finish(report)
+        if outcome.outcome is Outcome.FENCED:
+            self._drop_everything()
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
         if request.kind is CommandKind.UPDATE:
@@ -244,10 +247,8 @@ class Coordinator:
             outcome.receipt, outcome.differing = self._receipt, differing(self._receipt, outcome.receipts)
         return outcome
 
-    def _fence(self, reason: str) -> None:
-        """No request is served any more; what the ranks hold is dropped, as far as they still follow."""
-        self._forget_receipt()
-        self.state.fence(reason)
+    def _drop_everything(self) -> None:
+        """After a fence: what the ranks hold is dropped, as far as they still follow. The word tells when."""
         try:
             cleared = self._conductor.lead(CommandKind.CLEAR, deadline_ns=_from_now(self._deadlines.clear_s))
         except FastDeployRLError as error:

@@ -1,20 +1,28 @@
 """What follows when a rank comes too late, or can neither go on nor back."""
 
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.engines.numpy.runner import random_weights
+from fastdeploy_rl.board.legacy import LegacySignal
+from fastdeploy_rl.control.client import HttpEngine
+from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     ConfigurationError,
     DeadlineExceededError,
     FencedError,
+    ManifestError,
+    NoPublicationError,
     NotServingError,
 )
 from fastdeploy_rl.publish.publisher import WeightPublisher
@@ -23,10 +31,10 @@ from tests.process.numpy_engine import NumpyEngine
 from tests.process.test_update_numpy import MODEL, publish
 
 
-def eventually_idle(client: BoardClient) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while {rank.phase for rank in client.status().ranks} != {"idle"}:
-        assert time.monotonic() < deadline, client.status()
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)  # bounded by the deadline above
 
 
@@ -47,7 +55,7 @@ def test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on(tmp_path: P
             client.update(deadline_s=0.5)
         assert engine.read(late_rank) == "done"
         assert engine.holds(random_weights(MODEL, 0))
-        eventually_idle(client)
+        wait_until(lambda: {rank.phase for rank in client.status().ranks} == {"idle"})
         assert client.status().version == "0.0"
         assert client.update().outcome == "done"
         assert engine.holds(random_weights(MODEL, 1))
@@ -67,8 +75,9 @@ def test_a_rank_that_can_go_neither_on_nor_back_fences_the_engine(tmp_path: Path
         assert engine.ask(1, "refuse bind") == "refusing"
         with pytest.raises(FencedError, match="rank 1 could not undo"):
             client.update()
+        wait_until(lambda: client.status().legacy_status == "CLEARED")
         status = client.status()
-        assert (status.admission, status.legacy_status, status.version) == ("fenced", "CLEARED", "")
+        assert (status.admission, status.version) == ("fenced", "")
         assert "rank 1 could not undo" in status.reason
         assert engine.tokens() == [None] * 3
         with pytest.raises(NotServingError):
@@ -193,3 +202,76 @@ def test_a_mismatch_that_recompute_found_does_not_hide(tmp_path: Path):
         client.update(force=True)
         assert engine.holds(random_weights(MODEL, 1))
         client.receipt(recompute=True)
+
+
+def test_a_rank_that_is_silent_while_staging_only_rejects(tmp_path: Path):
+    """Nothing was touched, so nothing can be torn: the engine keeps its weights; once the rank is back all goes on."""
+    with (
+        NumpyEngine(MODEL, channel=tmp_path / "channel") as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, random_weights(MODEL, 1), 1)
+        client.update()
+        publish(publisher, random_weights(MODEL, 2), 2)
+        os.kill(engine.workers[1].pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceededError, match=r"\[1\]"):
+                client.update(deadline_s=0.3)
+            assert client.status().is_serving
+            assert client.status().version == "1.1"
+        finally:
+            os.kill(engine.workers[1].pid, signal.SIGCONT)
+        assert client.update(deadline_s=20).outcome == "done"
+        assert engine.holds(random_weights(MODEL, 2))
+
+
+@pytest.mark.parametrize("place", ["manifest", "segment"])
+def test_a_pipe_in_a_files_place_stops_nothing(tmp_path: Path, place: str):
+    """Opening one would wait for good: it is refused at once, and the engine takes the next publication."""
+    with (
+        NumpyEngine(MODEL, channel=tmp_path / "channel", num_ranks=2) as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        published = publish(publisher, random_weights(MODEL, 1), 1)
+        if place == "manifest":
+            path = next((tmp_path / "channel").glob("manifest-*.json"))
+        else:
+            path = Path("/dev/shm") / published.manifest.segments[0].locator
+        kept = path.with_name(f"{path.name}.kept")
+        path.rename(kept)
+        os.mkfifo(path, 0o600)
+        with pytest.raises((ManifestError, NoPublicationError), match=r"no regular file|no shared-memory segment"):
+            client.update(deadline_s=5)
+        kept.replace(path)
+        assert client.update().outcome == "done"
+        assert engine.holds(random_weights(MODEL, 1))
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, math.nan, math.inf, 1e10, "5", None])
+def test_a_deadline_that_is_none_is_the_callers_error(tmp_path: Path, deadline_s: object):
+    """Whichever way a client takes: one error of the tree, and no command was given."""
+    with (
+        NumpyEngine(MODEL, channel=tmp_path / "channel", num_ranks=1) as engine,
+        BoardClient(engine.port) as client,
+        LegacySignal(engine.port) as signal_word,
+    ):
+        for ask in (client.update, client.clear, signal_word.request_update, HttpEngine("http://127.0.0.1:1").update):
+            with pytest.raises(ConfigurationError, match="a deadline is a number of seconds"):
+                ask(deadline_s=deadline_s)
+        assert client.status().commands_done == 0
+
+
+def test_a_cold_start_of_empty_split_tensors(tmp_path: Path):
+    """Nothing to read, wherever the zero stands."""
+    model = NumpyModel(
+        (
+            ParameterSpec("rows", "F32", (0, 3), 1),
+            ParameterSpec("columns", "F32", (3, 0), 0),
+            ParameterSpec("full", "F32", (3,), 0),
+        )
+    )
+    with NumpyEngine(model, channel=tmp_path / "channel") as engine, BoardClient(engine.port) as client:
+        assert client.receipt() == client.receipt(recompute=True)
+        assert engine.holds(random_weights(model, 0))

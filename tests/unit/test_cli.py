@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_rl.cli import main
-from fastdeploy_rl.cli.main import make_parser
+from fastdeploy_rl.cli.dispatch import make_parser
 from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
 
 VERBS = ("serve", "publish", "retire", "update", "clear", "status", "receipt")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from fastdeploy_rl import lifecycle
-from fastdeploy_rl.cli.main import VERBS
+from fastdeploy_rl.cli.dispatch import VERBS
 
 ROOT = Path(__file__).parents[2]
 

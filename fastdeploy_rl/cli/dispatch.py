@@ -10,7 +10,6 @@ from fastdeploy_rl.cli import clear, publish, receipt, retire, serve, status, up
 from fastdeploy_rl.errors import FastDeployRLError
 
 VERBS = (serve, publish, retire, update, clear, status, receipt)
-INTERRUPTED = 130
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 
 
@@ -23,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     options = make_parser().parse_args(arguments)
     try:
@@ -33,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FastDeployRLError as error:
         print(f"fastdeploy-rl: error: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; without this the interpreter complains again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

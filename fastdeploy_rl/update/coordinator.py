@@ -230,7 +230,10 @@ class Coordinator:
             return CommandOutcome(Outcome.DONE)
         was_serving = self.state.is_serving
         self.state.pause()
-        outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
+        try:
+            outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
+        except FastDeployRLError as error:
+            outcome = CommandOutcome(Outcome.REJECTED, error)
         if outcome.outcome is Outcome.DONE:
             self._forget_receipt()
             self.state.clear()

@@ -220,6 +220,9 @@ def test_a_rank_that_is_silent_while_staging_only_rejects(tmp_path: Path):
                 client.update(deadline_s=0.3)
             assert client.status().is_serving
             assert client.status().version == "1.1"
+            with pytest.raises(DeadlineExceededError):
+                client.clear(deadline_s=0.2)  # that rank is still inside the command before
+            assert client.status().is_serving
         finally:
             os.kill(engine.workers[1].pid, signal.SIGCONT)
         assert client.update(deadline_s=20).outcome == "done"

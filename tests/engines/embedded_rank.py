@@ -22,7 +22,7 @@ def main(job: dict[str, Any]) -> None:
         runner.rebuild_kv_cache("0" * 64)
         runner.set_version("1.1")
         batched = generate(runner, job["prompts"], job["max_tokens"], ranks)
-        single = [generate(runner, [prompt], job["max_tokens"], ranks) for prompt in job["prompts"][: job["num_alone"]]]
+        single = [generate(runner, [prompt], job["max_tokens"], ranks) for prompt in job["prompts"]]
         runner.unbind()
     if rank == 0:
         alone = Generated([one.tokens[0] for one in single], np.concatenate([one.logits for one in single]))

@@ -84,9 +84,7 @@ def test_preempted_requests_give_the_same_tokens(model: Tiny) -> None:
 def test_ranks_together_give_the_greedy_tokens_of_one(tmp_path: Path, num_ranks: int) -> None:
     directory = make_checkpoint(tmp_path / "model", tie_word_embeddings=num_ranks == 3)
     expected = generate(open_runner(directory), PROMPTS, NUM_TOKENS)
-    batched, alone = generate_over_ranks(
-        directory, num_ranks, PROMPTS, NUM_TOKENS, tmp_path / "ranks.npz", num_alone=len(PROMPTS)
-    )
+    batched, alone = generate_over_ranks(directory, num_ranks, PROMPTS, NUM_TOKENS, tmp_path / "ranks.npz")
     assert relative_error(batched.logits, expected.logits) < 1e-4
     assert batched.tokens == expected.tokens
     assert alone.tokens == expected.tokens

@@ -26,7 +26,7 @@ NUM_TOKENS = 64
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "Why is the sky blue?", "Count to ten."]
 TEXT = "Once upon a time"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def test_alone_on_one_rank_agrees_with_paddleformers(
 def test_three_ranks_agree_with_paddleformers_batched_and_alone(
     directory: Path, prompts: list[list[int]], expected: Generated, tmp_path: Path
 ) -> None:
-    batched, alone = generate_over_ranks(directory, 3, prompts, NUM_TOKENS, tmp_path / "ranks.npz", num_alone=2)
+    batched, alone = generate_over_ranks(directory, 3, prompts, NUM_TOKENS, tmp_path / "ranks.npz")
     assert relative_error(batched.logits, expected.logits) < 1e-4
     assert batched.tokens == expected.tokens
-    assert alone.tokens == expected.tokens[:2]
+    assert alone.tokens == expected.tokens
 
 
 def test_it_knows_the_capital_of_france(tokenizer: Tokenizer, expected: Generated) -> None:

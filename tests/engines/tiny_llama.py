@@ -115,12 +115,12 @@ def generate_alone(runner: EmbeddedRunner, prompts: Sequence[Sequence[int]], max
 
 
 def generate_over_ranks(
-    directory: Path, num_ranks: int, prompts: Sequence[Sequence[int]], max_tokens: int, out: Path, *, num_alone: int
+    directory: Path, num_ranks: int, prompts: Sequence[Sequence[int]], max_tokens: int, out: Path
 ) -> tuple[Generated, Generated]:
-    """(all in one batch, the first `num_alone` one by one), by real processes."""
+    """(All in one batch, each alone), by real processes."""
     segment = f"fastdeploy_rl_test.{uuid.uuid4().hex}"
     job = {"directory": str(directory), "num_ranks": num_ranks, "segment": segment, "out": str(out)}
-    job |= {"prompts": list(map(list, prompts)), "max_tokens": max_tokens, "num_alone": num_alone}
+    job |= {"prompts": list(map(list, prompts)), "max_tokens": max_tokens}
     with SharedSegment.create(segment, CollectiveGroup.required_bytes(num_ranks, SLOT_BYTES)) as meeting:
         try:
             run_python("embedded_rank.py", *(job | {"rank": rank} for rank in range(num_ranks)))
@@ -168,7 +168,7 @@ def _read(out: Path, name: str) -> Generated:
         return Generated(arrays[f"{name}_tokens"].tolist(), arrays[f"{name}_logits"])
 
 
-def run_python(script: str, *jobs: Mapping[str, object], timeout_s: float = 100.0) -> None:
+def run_python(script: str, *jobs: Mapping[str, object], timeout_s: float = 200.0) -> None:
     """Runs a program of this directory once for each job, all at once. RuntimeError: the output of one that failed."""
     children = [_start(script, job) for job in jobs]
     try:

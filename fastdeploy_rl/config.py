@@ -33,11 +33,11 @@ HTTP_GRACE_S = BOARD_GRACE_S + 5.0
 MAX_DEADLINE_S = 86_400.0
 
 
-def checked_deadline(seconds: float) -> float:
-    """`seconds` if it is a sensible time to wait for something; ConfigurationError otherwise."""
+def checked_deadline(seconds: float, what: str = "deadline_s") -> float:
+    """`seconds` if it is a sensible time to wait for something; ConfigurationError that names `what` otherwise."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_DEADLINE_S:
         raise ConfigurationError(
-            f"a deadline is a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}, got {seconds!r:.40}"
+            f"{what} must be a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}, got {seconds!r:.40}"
         )
     return float(seconds)
 
@@ -53,8 +53,8 @@ class Deadlines:
     stop_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for seconds in vars(self).values():
-            checked_deadline(seconds)
+        for name, seconds in vars(self).items():
+            checked_deadline(seconds, name)
 
 
 def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -261,7 +261,7 @@ def test_a_deadline_that_is_none_is_the_callers_error(tmp_path: Path, deadline_s
         LegacySignal(engine.port) as signal_word,
     ):
         for ask in (client.update, client.clear, signal_word.request_update, HttpEngine("http://127.0.0.1:1").update):
-            with pytest.raises(ConfigurationError, match="a deadline is a number of seconds"):
+            with pytest.raises(ConfigurationError, match="deadline_s must be a number of seconds"):
                 ask(deadline_s=deadline_s)
         assert client.status().commands_done == 0
 

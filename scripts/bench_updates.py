@@ -130,7 +130,7 @@ def _read(source: Mapping, threads: int) -> None:
 def update_rows(runs: int) -> list[Row]:
     tensors = random_tensors()
     limits = Limits(sum(tensor.nbytes for tensor in tensors.values()))
-    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_bench") as folder:
+    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_bench", dir="/dev/shm") as folder:
         rows = _alias_rows(Path(folder) / "alias", tensors, limits, runs)
         limits.forget()
         return rows + _copy_rows(Path(folder) / "copy", tensors, limits, runs)

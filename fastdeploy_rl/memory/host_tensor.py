@@ -57,7 +57,7 @@ def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
             f"{name!r} is not contiguous (shape {array.shape}, strides {array.strides}): pass np.ascontiguousarray(...)"
         )
     flat = array.reshape(-1).view(np.uint8)
-    key = MemoryKey(array.ctypes.data if array.nbytes else 0, array.nbytes)
+    key = MemoryKey(array.__array_interface__["data"][0] if array.nbytes else 0, array.nbytes)
     return HostTensor(flat.data, dtype, tuple(array.shape), key)
 
 

@@ -15,7 +15,7 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
 from fastdeploy_rl.plan.llama import shard_axis
 
-MAX_JSON_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 """tokenizer.json of large vocabularies has tens of megabytes; nothing sensible has more."""
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -83,16 +83,21 @@ def read_config(directory: Path) -> ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object from a bounded file; CheckpointError names the file and what is wrong with it."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; the model directory is incomplete") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes")
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(read_bounded(path), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object: {error}") from error
+
+
+def read_bounded(path: Path) -> bytes:
+    """A small file of a model directory, whole; CheckpointError when it is missing or larger than MAX_FILE_BYTES."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; the model directory is incomplete") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise CheckpointError(f"{path}: more than {MAX_FILE_BYTES} bytes")
+    return data
 
 
 def parameter_specs(config: ModelConfig) -> tuple[ParameterSpec, ...]:

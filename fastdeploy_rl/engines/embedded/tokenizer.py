@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from fastdeploy_rl.engines.embedded.model_config import MAX_JSON_BYTES, read_config, read_json
+from fastdeploy_rl.engines.embedded.model_config import read_bounded, read_config, read_json
 from fastdeploy_rl.errors import CheckpointError, RequestError
 
 
@@ -34,13 +34,13 @@ class Tokenizer:
         names the file."""
         path = directory / "tokenizer.json"
         try:
-            fast = FastTokenizer.from_buffer(_read_bounded(path))
+            fast = FastTokenizer.from_buffer(read_bounded(path))
         except ValueError as error:
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
         settings = read_json(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
         if template.exists():
-            settings["chat_template"] = _read_bounded(template).decode()
+            settings["chat_template"] = read_bounded(template).decode()
         return cls(fast, settings, read_config(directory).eos_token_ids)
 
     @property
@@ -82,14 +82,3 @@ def _token_text(value: object) -> str:
     """A special token is written as text or as an object that has it."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
-
-
-def _read_bounded(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; the model directory is incomplete") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes")
-    return data

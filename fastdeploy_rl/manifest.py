@@ -38,15 +38,19 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
 
 
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease
-    table; `generation`: the even generation of that arena while it holds this version."""
+    table; `generation`: the even generation of that arena while it holds this version. `publisher`: which of the
+    processes that publish this version together; each has a lease table of its own. `is_borrowed`: the trainer's own
+    memory, which it changes once nobody leases it."""
 
     kind: Literal["shm"]
     locator: str
     num_bytes: Count
     arena: Count
     generation: Count
+    publisher: Count = 0
+    is_borrowed: bool = False
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -71,13 +71,15 @@ class PlannedParameter:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank does. Tied parameters have no entry: they share the one they
-    are tied to. `aliased_bytes` and `copied_bytes` count parameter bytes (where
+    are tied to. `readings`: published bytes that no parameter takes, which this rank
+    reads and counts so that receipts cover them. `aliased_bytes` and `copied_bytes` count parameter bytes (where
     aliases may be used), `read_bytes` all published bytes that the regions read."""
 
     rank: int
     num_ranks: int
     layout_digest: str
     parameters: tuple[PlannedParameter, ...]
+    readings: tuple[PlannedParameter, ...]
     aliased_bytes: int
     copied_bytes: int
     read_bytes: int
@@ -103,7 +105,8 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
             counts = tensor.name not in planned and (rank == 0 or spec.shard_axis is not None)
             planned.add(tensor.name)
             parameters.append(_plan_parameter(tensor, spec, rank, num_ranks, counts))
-    return _total(manifest.layout_digest, parameters, rank, num_ranks)
+    readings = [_plan_reading(tensor) for tensor in manifest.tensors if tensor.name not in planned] if rank == 0 else []
+    return _total(manifest.layout_digest, parameters, readings, rank, num_ranks)
 
 
 class LastPlan:
@@ -126,7 +129,7 @@ class LastPlan:
         return self._plan
 
 
-def plan_reading(tensor: Tensor) -> PlannedParameter:
+def _plan_reading(tensor: Tensor) -> PlannedParameter:
     """All of a published tensor, read and counted whole by one rank: for tensors that no parameter takes, such as the
     second name of a tied group that was published under both. They need no home, only a place in the receipt."""
     spec = ParameterSpec(tensor.name, tensor.dtype, tensor.shape, None)
@@ -168,13 +171,20 @@ def _target_row_bytes(region: PlannedRegion) -> int:
     return {"none": region.row_bytes, "F32_BF16": region.row_bytes // 2, "BF16_F32": region.row_bytes * 2}[region.cast]
 
 
-def _total(layout_digest: str, parameters: Sequence[PlannedParameter], rank: int, num_ranks: int) -> Plan:
+def _total(
+    layout_digest: str,
+    parameters: Sequence[PlannedParameter],
+    readings: Sequence[PlannedParameter],
+    rank: int,
+    num_ranks: int,
+) -> Plan:
     aliased = sum(parameter.num_bytes for parameter in parameters if parameter.alias)
     return Plan(
         rank=rank,
         num_ranks=num_ranks,
         layout_digest=layout_digest,
         parameters=tuple(parameters),
+        readings=tuple(readings),
         aliased_bytes=aliased,
         copied_bytes=sum(parameter.num_bytes for parameter in parameters) - aliased,
         read_bytes=sum(region.rows * region.row_bytes for parameter in parameters for region in parameter.regions),

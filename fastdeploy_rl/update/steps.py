@@ -7,20 +7,20 @@ stood before its step and may find the step half done. Knows one rank; refuses t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from fastdeploy_rl._native import Mapping, Place, Region, transfer
-from fastdeploy_rl.checksum import ZERO, Fletcher4, add
+from fastdeploy_rl._native import Mapping, Region, transfer
+from fastdeploy_rl.checksum import ZERO, Fletcher4
 from fastdeploy_rl.config import ALIAS, COPY
 from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, StepFailedError
 from fastdeploy_rl.lifecycle import UpdateEvent
-from fastdeploy_rl.manifest import Tensor
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import LastPlan, Plan, PlannedParameter, PlannedRegion, plan_reading
+from fastdeploy_rl.plan.planner import LastPlan, Plan, PlannedParameter
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
+from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
 from fastdeploy_rl.version import WeightVersion
 
 _ALIGNMENT = 512
@@ -122,9 +122,8 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
     plan, manifest = _known(update.plan), _known(update.resolved).manifest
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     views = _known(update.old).views if update.copies_in_place else _places(update, plan)
-    planned = [*plan.parameters, *_unplanned(plan, tensors)]
     homes = {} if update.copies_in_place else {n: view for n, view in views.items() if view.mapping is update.arena}
-    sums = _transfer(update, planned, homes)
+    sums = _transfer(update, [*plan.parameters, *plan.readings], homes)
     new = LiveWeights(
         version=update.version,
         content_digest=manifest.content_digest,
@@ -134,15 +133,6 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
     )
     _check_copied(update, new)
     return new
-
-
-def _unplanned(plan: Plan, tensors: dict[str, Tensor]) -> list[PlannedParameter]:
-    """Published twins of tied tensors that no parameter takes:
-    read by rank 0 alone, so that the receipt covers them."""
-    if plan.rank != 0:
-        return []
-    taken = {parameter.source for parameter in plan.parameters}
-    return [plan_reading(tensor) for name, tensor in tensors.items() if name not in taken]
 
 
 def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
@@ -165,46 +155,9 @@ def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
     return update.apply_mode != COPY and parameter.alias is not None and _known(update.staged).is_immutable
 
 
-def _region(
-    staged: StagedSource, parameter: PlannedParameter, planned: PlannedRegion, tensor: Tensor, home: TensorView | None
-) -> Region:
-    """The job of one planned region: a copy into `home`, or a mere read where there is none."""
-    return Region(
-        source=staged.segments[planned.segment],
-        source_offset=planned.source_offset,
-        source_stride=planned.source_stride,
-        rows=planned.rows,
-        row_bytes=planned.row_bytes,
-        target=None if home is None else home.mapping,
-        target_offset=0 if home is None else home.offset + planned.target_offset,
-        target_stride=0 if home is None else planned.target_stride,
-        cast=planned.cast,
-        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes) if planned.owns_read else None,
-        live_place=Place(planned.target_offset, planned.target_stride, parameter.num_bytes),
-    )
-
-
-class _Sums(NamedTuple):
-    """`read`: what this rank counts, by tensor; `live`: what its parameters hold then, by parameter."""
-
-    read: dict[str, Fletcher4]
-    live: dict[str, Fletcher4]
-
-
-def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: dict[str, TensorView]) -> _Sums:
-    """Reads all that is planned, copies what has a home, and sums up both sides in the same pass."""
-    tensors = {tensor.name: tensor for tensor in _known(update.resolved).manifest.tensors}
-    jobs = [(parameter, region) for parameter in planned for region in parameter.regions]
-    results = transfer(
-        [_region(_known(update.staged), p, region, tensors[p.source], homes.get(p.name)) for p, region in jobs],
-        update.num_threads,
-    )
-    sums = _Sums({}, {parameter.name: ZERO for parameter in planned})
-    for (parameter, region), (read, live) in zip(jobs, results, strict=True):
-        sums.live[parameter.name] = add(sums.live[parameter.name], Fletcher4(*(live or ZERO)))
-        if region.owns_read:
-            sums.read[region.tensor] = add(sums.read.get(region.tensor, ZERO), Fletcher4(*(read or ZERO)))
-    return sums
+def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: dict[str, TensorView]) -> Sums:
+    manifest = _known(update.resolved).manifest
+    return transfer_planned(planned, manifest, _known(update.staged).segments, homes, update.num_threads)
 
 
 def _check_copied(update: RankUpdate, new: LiveWeights) -> None:

@@ -23,7 +23,6 @@ from fastdeploy_rl.plan.planner import (
     PlannedRegion,
     check_plan,
     make_plan,
-    plan_reading,
 )
 
 # --- a publication with its bytes, and an executor
@@ -388,7 +387,8 @@ def test_the_twin_that_no_parameter_takes_is_read_whole() -> None:
     ]
     plans = all_plans(publication, specs, 2)
     assert {parameter.source for plan in plans for parameter in plan.parameters} == {"embed"}
-    twin = plan_reading(publication.manifest.tensors[1])
+    (twin,) = plans[0].readings
+    assert not plans[1].readings
     reading = replace(plans[0], parameters=(*plans[0].parameters, twin))
     assert execute(twin, publication.segments) == values.tobytes()
     assert read_sums([reading, plans[1]], publication) == {"embed": of_bytes(values), "head": of_bytes(values)}

@@ -278,6 +278,11 @@ class LeaseTable:
     def set_version(self, arena: int, version: str) -> None:
         self._set_text(_row(arena) + _VERSION, _VERSION_BYTES, version)
 
+    def lock_paths(self, arena: int) -> tuple[Path, ...]:
+        """The lock files of all whose tokens stand in the row, dead or alive. Sweeps nothing: for onlookers."""
+        tokens = (_native.load_u64(self._words, _slot(arena, slot)) for slot in range(NUM_SLOTS))
+        return tuple(_lock_path(self._holders_dir, token) for token in tokens if token)
+
     def _text(self, offset: int, size: int) -> str:
         with memoryview(self._words) as view:
             return bytes(view[offset : offset + size]).split(b"\0", 1)[0].decode("ascii", "replace")

@@ -63,9 +63,28 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Count
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Indices [start, stop) of the logical tensor `name`, along the axis of the fused tensor that holds them."""
+
+    name: str
+    start: Count
+    stop: Count
+
+
+class Fused(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tensor that holds several logical ones consists of: `runs` tile its `axis` (of the shape as stored) in
+    order. Interleaved groups (the query heads, key and value of one group, then the next) are just more runs."""
+
+    axis: Count
+    runs: tuple[Run, ...]
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One named tensor: global shape, C-contiguous parts that tile `shard_axis` in order, fletcher4 of the *whole*
-    tensor's bytes in row-major order (however it is sharded)."""
+    tensor's bytes in row-major order (however it is sharded). Shape and axes are those of the tensor as stored.
+
+    `is_transposed`: its last two axes are swapped against the engine's layout (torch's [out, in]). `fused`: it supplies
+    the logical tensors that its runs name, in place of its own name."""
 
     name: str
     dtype: str
@@ -73,6 +92,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard_axis: Count | None
     parts: tuple[Part, ...]
     checksum: str
+    is_transposed: bool = False
+    fused: Fused | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -172,10 +193,19 @@ def content_digest_of(layout_digest: str, checksums: Mapping[str, Fletcher4]) ->
 
 def _digests(manifest: Manifest) -> tuple[str, str]:
     tensors = sorted(manifest.tensors, key=lambda tensor: tensor.name)
-    described = [[tensor.name, tensor.dtype, tensor.shape, tensor.shard_axis] for tensor in tensors]
+    described = [_layout_of(tensor) for tensor in tensors]
     layout_digest = _digest_of([manifest.layout, described, sorted(manifest.aliases.items())])
     checksums = {tensor.name: Fletcher4.parse(tensor.checksum) for tensor in tensors}
     return layout_digest, content_digest_of(layout_digest, checksums)
+
+
+def _layout_of(tensor: Tensor) -> list[object]:
+    """What the layout digest covers. Tensors in the engine's own layout are described as they were before others
+    could be published, so that their digests stay what they are."""
+    described: list[object] = [tensor.name, tensor.dtype, tensor.shape, tensor.shard_axis]
+    if tensor.is_transposed or tensor.fused is not None:
+        described += [tensor.is_transposed, tensor.fused]
+    return described
 
 
 def _digest_of(described: object) -> str:

@@ -1,13 +1,15 @@
-"""How Llama-type models are split over tensor-parallel ranks, by parameter name.
+"""How Llama-type models (Qwen2 and Qwen3 among them) are split over tensor-parallel ranks, by parameter name.
 
 Paddle's layout: linear weights are [in, out], embeddings and the head [vocab, hidden]. Column-parallel layers split
-their outputs, row-parallel ones their inputs, both vocabulary tensors their rows; norms are whole on every rank.
+their outputs (and so their biases), row-parallel ones their inputs, both vocabulary tensors their rows; norms are
+whole on every rank.
 """
 
 import re
 
 _SHARDED = re.compile(
-    r"(?P<axis0>(model\.embed_tokens|lm_head|model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj))\.weight)"
+    r"(?P<axis0>(model\.embed_tokens|lm_head|model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj))\.weight"
+    r"|model\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.bias)"
     r"|(?P<axis1>model\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight)",
     re.ASCII,
 )

@@ -4,6 +4,7 @@ Every update ends in one UpdateReport, whatever its outcome. All times are secon
 """
 
 import enum
+from datetime import datetime, timezone
 
 import msgspec
 
@@ -36,7 +37,8 @@ class StepReport(msgspec.Struct, frozen=True):
 
 class RankReport(msgspec.Struct, frozen=True):
     """One rank's part. `stall_seconds`: from drain to the end of the commit, while no token could be made.
-    `not_aliased` maps a parameter that was copied to the reason."""
+    `apply_mode` is the one asked for; `not_aliased` maps a parameter that was copied
+    although it asks to alias to the reason."""
 
     rank: int
     steps: list[StepReport]
@@ -72,6 +74,83 @@ class UpdateReport(msgspec.Struct, frozen=True):
     @property
     def copied_bytes(self) -> int:
         return sum(rank.copied_bytes for rank in self.ranks)
+
+    @property
+    def apply_mode(self) -> str:
+        """That of the ranks, which share one; empty where the command had none."""
+        return next((rank.apply_mode for rank in self.ranks), "")
+
+    @property
+    def not_aliased(self) -> dict[str, list[str]]:
+        """Reason -> the parameters that were copied for it on some rank, by name; the most frequent reason first."""
+        names: dict[str, set[str]] = {}
+        for rank in self.ranks:
+            for name, reason in rank.not_aliased.items():
+                names.setdefault(reason, set()).add(name)
+        return {reason: sorted(names[reason]) for reason in sorted(names, key=lambda reason: -len(names[reason]))}
+
+
+MAX_HISTORY_TEXT = 2048
+MAX_HISTORY_REASONS = 8
+
+
+class HistoryEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of an engine's history: a report without its maps of single tensors. `when`: UTC, ISO 8601, when the
+    command ended; `steps`: seconds of each step on the rank that took longest for it; `not_aliased`: reason -> number
+    of parameters copied for it (the 8 most frequent reasons)."""
+
+    when: str
+    port: int
+    command: int
+    kind: str
+    outcome: str
+    version: str
+    previous_version: str
+    seconds: float
+    stall_seconds: float
+    num_ranks: int = 0
+    apply_mode: str = ""
+    aliased_bytes: int = 0
+    copied_bytes: int = 0
+    not_aliased: dict[str, int] = {}
+    steps: dict[str, float] = {}
+    content_digest: str = ""
+    num_differing: int = 0
+    error: str = ""
+    reason: str = ""
+
+
+def history_entry(report: UpdateReport, port: int, now_s: float) -> HistoryEntry:
+    """What of `report` is kept; `now_s`: seconds since 1970. Bounded, whatever the report holds."""
+    reasons = list(report.not_aliased.items())[:MAX_HISTORY_REASONS]
+    return HistoryEntry(
+        when=datetime.fromtimestamp(now_s, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        port=port,
+        command=report.command,
+        kind=report.kind,
+        outcome=report.outcome,
+        version=report.version,
+        previous_version=report.previous_version,
+        seconds=report.seconds,
+        stall_seconds=report.stall_seconds,
+        num_ranks=len(report.ranks),
+        apply_mode=report.apply_mode,
+        aliased_bytes=report.aliased_bytes,
+        copied_bytes=report.copied_bytes,
+        not_aliased={reason: len(names) for reason, names in reasons},
+        steps=_slowest_steps(report.ranks),
+        content_digest=report.receipt.content_digest if report.receipt else "",
+        num_differing=len(report.differing),
+        error=report.error,
+        reason=report.reason[:MAX_HISTORY_TEXT],
+    )
+
+
+def _slowest_steps(ranks: list[RankReport]) -> dict[str, float]:
+    slowest: dict[str, float] = {}
+    for step in (step for rank in ranks for step in rank.steps):
+        slowest[step.step] = max(slowest.get(step.step, 0.0), step.seconds)
+    return slowest
 
 
 class RankStatus(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 Owns sequence locks, bells and the life of the segments. Refuses to know what a command does. Invariant: each record
 has one writer process; whoever stores something that others may wait for rings the bell afterwards."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -18,16 +19,32 @@ from fastdeploy_rl.board.legacy import create_words, unlink_words
 from fastdeploy_rl.config import runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
 from fastdeploy_rl.lifecycle import LegacyStatus
-from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
+from fastdeploy_rl.memory.owner_lock import Owner, OwnerLock, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, RankStatus
+
+_log = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record", bound=NamedTuple)
 _LOOK_AGAIN_NS = 200_000_000
 """A waiter looks at its condition this often even if no bell rings: a writer may die between store and bell."""
 _READ_DEADLINE_NS = 2_000_000_000
 _SPINS_BEFORE_YIELD = 100
+
+
+HISTORY = "history.jsonl"
+"""In the run directory: the engine's history, or a link to where that stays when the engine is gone."""
+
+
+class Leftovers(NamedTuple):
+    """What an engine that was killed left at a port. `owner` is None where nothing says who that was."""
+
+    owner: Owner | None
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"of a dead engine ({self.owner or 'unknown'}): {', '.join(self.names)}"
 
 
 def board_name(port: int) -> str:
@@ -51,6 +68,8 @@ class Board:
     def __init__(self, port: int, segment: SharedSegment, lock: OwnerLock | None) -> None:
         self.port = port
         self.num_ranks = _native.load_u64(segment.mapping, layout.NUM_RANKS_OFFSET)
+        self.reclaimed: Leftovers | None = None
+        """Owner: what `create` removed first, for whoever tells the operator."""
         self._segment = segment
         self._lock = lock
         self._writing = threading.Lock()
@@ -59,24 +78,27 @@ class Board:
     # --- life --------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, port: int, *, num_ranks: int) -> "Board":
-        """Owner: board, words, run directory and owner lock of a new
-        engine; what a dead engine left at this port is reclaimed.
+    def create(cls, port: int, *, num_ranks: int, history: Path | None = None) -> "Board":
+        """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is
+        reclaimed, which is logged and stands in `reclaimed`. `history`: a file that outlives the engine; without one
+        its history goes with the run directory.
 
         ConfigurationError when a live engine has the port; then nothing of it was touched."""
         if not 0 < num_ranks <= layout.MAX_RANKS:
             raise ConfigurationError(f"an engine has 1 to {layout.MAX_RANKS} ranks, got {num_ranks}")
         _refuse_live_engine(port)
         run_dir = engine_dir(port)
+        dead = owner_of(owner_lock_path(run_dir))
         lock = _lock_port(port, run_dir)
         try:
-            remove_leftovers(port)
-            for path in (run_dir, run_dir / "clients"):
-                path.mkdir(mode=0o700)
+            names = remove_leftovers(port)
+            _make_run_dir(run_dir, history)
             create_words(port)
             segment = SharedSegment.create(board_name(port), layout.board_bytes(num_ranks))
             _write_header(segment.mapping, port, num_ranks, run_dir)
-            return cls(port, segment, lock)
+            board = cls(port, segment, lock)
+            board.reclaimed = _reclaimed(port, dead, names)
+            return board
         except BaseException:
             remove_leftovers(port)
             lock.release()
@@ -250,11 +272,28 @@ def _attempts(deadline_ns: int) -> Iterator[int]:
         attempt += 1
 
 
-def remove_leftovers(port: int) -> None:
-    """Removes board, words and run directory at `port`. Only for whoever holds the port's owner lock."""
-    unlink_segment(board_name(port))
-    unlink_words(port)
+def remove_leftovers(port: int) -> list[str]:
+    """Removes board, words and run directory at `port`; returns the names of the segments that were there. Only for
+    whoever holds the port's owner lock."""
+    names = [board_name(port)] if unlink_segment(board_name(port)) else []
+    names += unlink_words(port)
     shutil.rmtree(engine_dir(port), ignore_errors=True)
+    return names
+
+
+def _reclaimed(port: int, dead: Owner | None, names: list[str]) -> Leftovers | None:
+    if not names:
+        return None
+    leftovers = Leftovers(dead, tuple(names))
+    _log.warning("port=%d event=reclaimed leftovers=%r", port, str(leftovers))
+    return leftovers
+
+
+def _make_run_dir(run_dir: Path, history: Path | None) -> None:
+    for path in (run_dir, run_dir / "clients"):
+        path.mkdir(mode=0o700)
+    if history is not None:
+        (run_dir / HISTORY).symlink_to(history.absolute())
 
 
 def _read_run_dir(mapping: _native.Mapping) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
-ABI = 1
+ABI = 2
 MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
@@ -70,13 +70,18 @@ def decision_word(command: int, decision: Decision) -> int:
 
 
 class SlotState(enum.IntEnum):
-    """Low three bits of a request slot's state word; the client's token stands above them. A free slot is 0."""
+    """Low three bits of a request slot's state word; the client's token stands above them. A free slot is 0.
+
+    The client moves FREE -> CLAIMED -> SUBMITTED, the engine SUBMITTED -> RUNNING -> FINISHED. A client that gives up
+    withdraws what is not RUNNING yet (-> FREE) and abandons what is; the engine frees an ABANDONED slot at the end.
+    Every move is a compare-and-swap of the whole word, so that it fails where another one was first."""
 
     FREE = 0
     CLAIMED = 1
     SUBMITTED = 2
     RUNNING = 3
     FINISHED = 4
+    ABANDONED = 5
 
 
 def slot_word(token: int, state: SlotState) -> int:

@@ -41,11 +41,10 @@ def create_words(port: int) -> None:
         os.link(f"{SHM_DIR}/{word_name(word, port)}", f"{SHM_DIR}/{_link_name(word, port)}")
 
 
-def unlink_words(port: int) -> None:
-    """Removes names and second links; those already gone are no error."""
-    for word in WORDS:
-        unlink_segment(word_name(word, port))
-        unlink_segment(_link_name(word, port))
+def unlink_words(port: int) -> list[str]:
+    """Removes names and second links; returns those that were there."""
+    names = [name for word in WORDS for name in (word_name(word, port), _link_name(word, port))]
+    return [name for name in names if unlink_segment(name)]
 
 
 class StatusWord:

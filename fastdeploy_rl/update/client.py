@@ -2,30 +2,34 @@
 of its board, waits for the outcome, reads report and receipt.
 
 Owns one claim at a time and the lock that shows the client is alive (a dead client's slot is freed by the engine).
-Every wait has a deadline."""
+Invariant: however a call ends, its slot is free again, or the engine frees it when the command that it carries out
+ends. Every wait has a deadline."""
 
 import secrets
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
 from fastdeploy_rl.board import layout
-from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
 from fastdeploy_rl.config import BOARD_GRACE_S, checked_deadline
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     DeadlineExceededError,
     EngineNotFoundError,
-    FastDeployRLError,
     NotServingError,
     PeerLostError,
     RequestError,
     from_wire,
 )
-from fastdeploy_rl.memory.owner_lock import OwnerLock
+from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import CommandKind, EngineStatus, Outcome, UpdateReport
+from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, Outcome, UpdateReport
+from fastdeploy_rl.update.history import DEFAULT_LIMIT, read_history
 from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.update.requests import client_lock_path
 from fastdeploy_rl.version import WeightVersion
@@ -35,11 +39,13 @@ _LOOK_AGAIN_NS = 1_000_000_000
 
 
 class BoardClient:
-    """Use in a with statement. Not for several threads at once: make one each."""
+    """Use in a with statement. Not for several threads at once (but for `abandon`): make one each."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._token = secrets.randbits(60) | 1
+        self._opening = threading.Lock()
+        self._is_abandoned = False
         self._stack = ExitStack()
         self._open_board: Board | None = None
 
@@ -51,14 +57,26 @@ class BoardClient:
                 stack.enter_context(OwnerLock(client_lock_path(board.run_dir, self._token)))
             except FileNotFoundError as error:
                 raise EngineNotFoundError(f"port {self._port}: the engine is just stopping") from error
-            self._open_board, self._stack = board, stack.pop_all()
+            with self._opening:
+                self._open_board, self._stack = board, stack.pop_all()
+                if self._is_abandoned:
+                    board.abandon_waits()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open_board = None
+        with self._opening:
+            self._open_board = None
         self._stack.close()
+
+    def abandon(self) -> None:
+        """From any thread: a call that waits here, now or later, ends at once with a DeadlineExceededError. A request
+        that the engine did not begin is withdrawn; one that it carries out goes on, and the engine frees its slot."""
+        with self._opening:
+            self._is_abandoned = True
+            if self._open_board is not None:
+                self._open_board.abandon_waits()
 
     @property
     def _board(self) -> Board:
@@ -109,69 +127,84 @@ class BoardClient:
             raise RequestError(f"port {self._port}: there is no report yet: the engine has had no command")
         return RankFiles(self._board.run_dir).read_report(done)
 
+    def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
+        """The last `limit` commands, also of earlier engines that kept theirs in the same place; the newest is last."""
+        return read_history(self._board.run_dir / HISTORY, limit)
+
     # --- one request -------------------------------------------------------------------------------
 
     def _ask(self, kind: CommandKind, version: str, deadline_s: float, force: bool) -> UpdateReport:
         deadline_ns = time.monotonic_ns() + int(checked_deadline(deadline_s) * 1e9)
-        slot = self._claim(deadline_ns)
-        offset = layout.request_offset(slot)
+        offset = layout.request_offset(self._claim(deadline_ns))
         try:
             record = RequestRecord(self._board.take_ticket(), kind, int(force), deadline_ns, version)
             self._board.write_plain(record, offset + 8)
-            self._board.store(offset, layout.slot_word(self._token, SlotState.SUBMITTED))
+            self._board.store(offset, self._word(SlotState.SUBMITTED))
             self._board.ring_doorbell()
             self._await_outcome(offset, kind, deadline_s, deadline_ns)
             outcome = self._board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT)
         finally:
             self._let_go(offset)
         if outcome.outcome != Outcome.DONE:
-            raise self._error(outcome)
+            raise from_wire(outcome.error, outcome.reason)
         return RankFiles(self._board.run_dir).read_report(outcome.command)
+
+    def _word(self, state: SlotState) -> int:
+        return layout.slot_word(self._token, state)
 
     def _claim(self, deadline_ns: int) -> int:
         claimed: list[int] = []
-        claim, answered_late = (
-            layout.slot_word(self._token, state) for state in (SlotState.CLAIMED, SlotState.FINISHED)
-        )
 
         def try_slots() -> bool:
             for slot in range(layout.NUM_REQUEST_SLOTS):
                 offset = layout.request_offset(slot)
-                for free in (SlotState.FREE, answered_late):
-                    if self._board.exchange(offset, free, claim) == free:
-                        claimed.append(slot)
-                        return True
+                if self._board.exchange(offset, SlotState.FREE, self._word(SlotState.CLAIMED)) == SlotState.FREE:
+                    claimed.append(slot)
+                    return True
             return False
 
-        if not self._board.wait_until(try_slots, deadline_ns):
+        if not self._wait(try_slots, deadline_ns, "a request slot"):
             raise DeadlineExceededError(
-                f"port {self._port}: all {layout.NUM_REQUEST_SLOTS} request slots are taken; try again"
+                f"port {self._port}: all {layout.NUM_REQUEST_SLOTS} request slots are taken ({self._claimants()}); "
+                "try again"
             )
         return claimed[0]
 
+    def _claimants(self) -> str:
+        """Who holds the slots now, for a message."""
+        words = [self._board.load(layout.request_offset(slot)) for slot in range(layout.NUM_REQUEST_SLOTS)]
+        locks = [client_lock_path(self._board.run_dir, layout.slot_token(word)) for word in words if word]
+        pids = Counter(owner.pid if (owner := owner_of(lock)) else "unknown" for lock in locks)
+        return ", ".join(f"pid {pid}" + (f" x {count}" if count > 1 else "") for pid, count in pids.items())
+
     def _await_outcome(self, offset: int, kind: CommandKind, deadline_s: float, deadline_ns: int) -> None:
-        finished = layout.slot_word(self._token, SlotState.FINISHED)
-        last_ns = deadline_ns + int(BOARD_GRACE_S * 1e9)
-        while not self._board.wait_until(
-            lambda: self._board.load(offset) == finished, min(last_ns, time.monotonic_ns() + _LOOK_AGAIN_NS)
-        ):
+        finished = self._word(SlotState.FINISHED)
+        what = f"the outcome of {kind.name.lower()}"
+        if not self._wait(lambda: self._board.load(offset) == finished, deadline_ns + int(BOARD_GRACE_S * 1e9), what):
+            raise DeadlineExceededError(
+                f"port {self._port}: no outcome of {kind.name.lower()} within {deadline_s} s; ranks: "
+                + ", ".join(f"{rank.rank} {rank.phase}" for rank in self._board.status().ranks)
+            )
+
+    def _wait(self, condition: Callable[[], bool], last_ns: int, what: str) -> bool:
+        """Blocks until `condition()` holds; False when `last_ns` came first. PeerLostError when the engine dies."""
+        while not self._board.wait_until(condition, min(last_ns, time.monotonic_ns() + _LOOK_AGAIN_NS)):
+            if self._is_abandoned:
+                raise DeadlineExceededError(f"port {self._port}: its caller gave up waiting for {what}")
             if not self._board.is_owner_alive():
-                raise PeerLostError(f"port {self._port}: the engine died during {kind.name.lower()}")
+                raise PeerLostError(f"port {self._port}: the engine died while this waited for {what}")
             if time.monotonic_ns() >= last_ns:
-                raise DeadlineExceededError(
-                    f"port {self._port}: no outcome of {kind.name.lower()} within {deadline_s} s; ranks: "
-                    + ", ".join(f"{rank.rank} {rank.phase}" for rank in self._board.status().ranks)
-                )
+                return False
+        return True
 
     def _let_go(self, offset: int) -> None:
-        """A finished or unsubmitted slot is free again; one that still runs is freed by the engine when this client's
-        lock is gone."""
+        """The slot is free again; one whose command runs is handed over to the engine, which frees it at the end."""
         word = self._board.load(offset)
-        if layout.slot_token(word) == self._token and layout.slot_state(word) in (
-            SlotState.FINISHED,
-            SlotState.CLAIMED,
-        ):
-            self._board.store(offset, SlotState.FREE)
-
-    def _error(self, outcome: OutcomeRecord) -> FastDeployRLError:
-        return from_wire(outcome.error, outcome.reason)
+        while layout.slot_token(word) == self._token:
+            is_running = layout.slot_state(word) is SlotState.RUNNING
+            found = self._board.exchange(
+                offset, word, self._word(SlotState.ABANDONED) if is_running else SlotState.FREE
+            )
+            if found == word:
+                return
+            word = found

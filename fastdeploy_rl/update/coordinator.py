@@ -11,16 +11,17 @@ from collections.abc import Callable
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
-from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import FastDeployRLError, FencedError, NotServingError, VersionRegressError
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
-from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport
+from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport, history_entry
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
+from fastdeploy_rl.update.history import append_history
 from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.update.requests import CommandRequest, LegacyRequest, next_board_request
 from fastdeploy_rl.update.transaction import as_step_failure
@@ -140,6 +141,8 @@ class Coordinator:
             self.state.fence(str(outcome.error))
         report = self._report(request, previous, outcome, time.monotonic() - started)
         self._try_to_store(lambda: self._files.write_report(report), "report")
+        entry = history_entry(report, self._board.port, time.time())
+        self._try_to_store(lambda: append_history(self._board.run_dir / HISTORY, entry), "history")
         self.state.count_command()
         _log_report(report)
         request.finish(report)

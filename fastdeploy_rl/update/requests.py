@@ -1,15 +1,17 @@
 """Where requests for commands come from: a slot of the board, or the legacy word.
 
 Owns the life of a request slot on the engine's side. Refuses to know what a command does. Invariant: a request is
-finished once, and a slot goes back to its client, or is free when that is dead.
+finished once, and a slot goes back to its client, or is free when that is dead or gave it up.
 """
 
+import time
 from pathlib import Path
 from typing import Protocol
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
+from fastdeploy_rl.config import MAX_DEADLINE_S
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.memory.owner_lock import is_alive
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport
@@ -44,44 +46,64 @@ class LegacyRequest:
 class BoardRequest:
     """A request in one of the board's slots; the client that claimed it waits for the outcome."""
 
-    def __init__(self, board: Board, slot: int, record: RequestRecord) -> None:
+    def __init__(self, board: Board, slot: int, token: int, record: RequestRecord) -> None:
         self.kind = CommandKind(record.kind)
         self.version = record.version
         self.is_forced = bool(record.is_forced)
-        self.deadline_ns = record.deadline_ns
+        self.deadline_ns = min(record.deadline_ns, time.monotonic_ns() + int(MAX_DEADLINE_S * 1e9))
         self._board = board
         self._slot = slot
+        self._token = token
 
     def finish(self, report: UpdateReport) -> None:
         offset = layout.request_offset(self._slot)
         outcome = OutcomeRecord(Outcome[report.outcome.upper()], report.command, report.error, report.reason)
         self._board.write_plain(outcome, offset + layout.OUTCOME_IN_SLOT)
-        token = layout.slot_token(self._board.load(offset))
-        self._board.store(offset, layout.slot_word(token, SlotState.FINISHED))
+        running, finished = (layout.slot_word(self._token, state) for state in (SlotState.RUNNING, SlotState.FINISHED))
+        if self._board.exchange(offset, running, finished) != running:
+            self._board.store(offset, SlotState.FREE)  # the client gave it up; nobody reads the outcome
 
 
 def next_board_request(board: Board) -> BoardRequest | None:
     """The submitted request with the lowest ticket, now running. On the way, slots of dead clients and of those who
     write no request are freed."""
+    while (oldest := _oldest_submitted(board)) is not None:
+        slot, word = oldest
+        request = _take(board, slot, word)
+        if request is not None:
+            return request
+    return None
+
+
+def _oldest_submitted(board: Board) -> tuple[int, int] | None:
+    """Slot and state word of the request that comes next."""
     submitted = []
     for slot in range(layout.NUM_REQUEST_SLOTS):
         offset = layout.request_offset(slot)
         word = board.load(offset)
         if word == SlotState.FREE:
             continue
-        if not is_alive(client_lock_path(board.run_dir, layout.slot_token(word))):
+        lock = client_lock_path(board.run_dir, layout.slot_token(word))
+        if not is_alive(lock):
             board.exchange(offset, word, SlotState.FREE)
+            lock.unlink(missing_ok=True)
         elif layout.slot_state(word) is SlotState.SUBMITTED:
-            record = board.read_plain(RequestRecord, offset + 8)
-            if record.kind in set(CommandKind):
-                submitted.append((record.ticket, slot, record, word))
-            else:
-                board.exchange(offset, word, SlotState.FREE)
-    if not submitted:
+            submitted.append((board.read_plain(RequestRecord, offset + 8).ticket, slot, word))
+    return min(submitted)[1:] if submitted else None
+
+
+def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
+    """None when its client withdrew it meanwhile, or wrote no request."""
+    offset, token = layout.request_offset(slot), layout.slot_token(word)
+    if board.exchange(offset, word, layout.slot_word(token, SlotState.RUNNING)) != word:
         return None
-    _, slot, record, word = min(submitted)
-    board.store(layout.request_offset(slot), layout.slot_word(layout.slot_token(word), SlotState.RUNNING))
-    return BoardRequest(board, slot, record)
+    # Read only now that its client cannot change it: it may have withdrawn the request we looked at and put another
+    # one, with an equal word, in its place.
+    record = board.read_plain(RequestRecord, offset + 8)
+    if record.kind in set(CommandKind):
+        return BoardRequest(board, slot, token, record)
+    board.store(offset, SlotState.FREE)
+    return None
 
 
 def client_lock_path(run_dir: Path, token: int) -> Path:

@@ -17,10 +17,11 @@ DEFAULT_COPY_THREADS = 8
 the machines we measured; fewer where there are fewer CPUs."""
 
 
-ALIAS, COPY, AUTO = "alias", "copy", "auto"
-APPLY_MODES = (AUTO, ALIAS, COPY)
-"""How weights become live: parameters rebind to published memory; published bytes go into the parameters' own; or alias
-where a tensor can be aliased, and a copy for the rest."""
+ALIAS, ALIAS_STRICT, COPY, AUTO = "alias", "alias-strict", "copy", "auto"
+APPLY_MODES = (AUTO, ALIAS, ALIAS_STRICT, COPY)
+"""How weights become live. `alias`: parameters rebind to published memory; those that cannot are copied, and reported
+with the reason. `alias-strict`: as alias, but an update that would copy is refused. `copy`: published bytes go into the
+parameters' own memory. `auto`: alias, or copy from a source whose memory does not stay as it is."""
 
 FINISH_GRACE_S = 5.0
 """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""

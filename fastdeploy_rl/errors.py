@@ -6,16 +6,19 @@
      |   |- VersionFormatError      text that is no weight version
      |   |- LifecycleError          an event that is illegal in this state
      |   `- RequestError            a generation request that cannot be served as written
+     |      `- UnknownModelError    a model that is not served here
      |- TrainerError                the weights that were published
      |   |- ManifestError           malformed, oversized or inconsistent manifest
      |   |- CoverageError           missing, surplus, wrongly shaped or typed tensors
      |   |- ChecksumMismatchError   bytes that are not what the manifest promised
      |   |- VersionRegressError     a version that goes back
+     |   |- NotAliasableError       apply mode alias-strict, and tensors that would have to be copied
      |   `- NoPublicationError      nothing published where the engine looks, or it was superseded
      |- EngineError                 the engine or one of its ranks
      |   |- CheckpointError         a checkpoint that cannot be read
      |   |- UpdateRejectedError     a command ended without taking effect; nothing changed
      |   |- NotServingError         paused, cleared or fenced: come back later
+     |   |- OverloadedError         as many requests as the engine takes are there already: come back later
      |   |- FencedError             a command ended where no complete version is known to be live; update again
      |   `- StepFailedError         a step of an update failed for a reason of its own
      `- WorldError                  the machine and the peers
@@ -58,7 +61,16 @@ class LifecycleError(CallerError):
 
 
 class RequestError(CallerError):
-    pass
+    """`param` is the field that is wrong, `code` a word for the kind of fault: both as in OpenAI's error form."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class UnknownModelError(RequestError):
+    http_status = 404
 
 
 class TrainerError(FastDeployRLError):
@@ -82,6 +94,10 @@ class VersionRegressError(TrainerError):
     pass
 
 
+class NotAliasableError(TrainerError):
+    pass
+
+
 class NoPublicationError(TrainerError):
     pass
 
@@ -101,6 +117,10 @@ class UpdateRejectedError(EngineError):
 
 class NotServingError(EngineError):
     http_status = 503
+
+
+class OverloadedError(EngineError):
+    http_status = 429
 
 
 class FencedError(EngineError):

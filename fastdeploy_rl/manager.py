@@ -63,8 +63,8 @@ _HEARTBEAT_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """`apply_mode`: "alias" rebinds parameters to published memory, "copy" fills their own; "auto" is alias where the
-    source's memory can be aliased. `num_copy_threads`: threads of one rank's copies and checksums."""
+    """`apply_mode`: one of config.APPLY_MODES, which says what each means. `num_copy_threads`: threads of one rank's
+    copies and checksums."""
 
     load_strategy: str
     apply_mode: str = AUTO

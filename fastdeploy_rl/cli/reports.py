@@ -13,6 +13,7 @@ def print_report(report: "UpdateReport", *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
+    reasons = report.not_aliased.items()
     print(
         f"{report.kind} {report.outcome}: version {report.version or 'none'} (was {report.previous_version or 'none'})"
     )
@@ -21,6 +22,11 @@ def print_report(report: "UpdateReport", *, as_json: bool) -> None:
         ranks=len(report.ranks),
         aliased=megabytes(report.aliased_bytes) if report.aliased_bytes else "",
         copied=megabytes(report.copied_bytes) if report.copied_bytes else "",
+        not_aliased="; ".join(f"{len(names)} x {reason} ({_few(names)})" for reason, names in reasons),
         content_digest=report.receipt.content_digest if report.receipt else "",
         reason=report.reason,
     )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")

@@ -24,9 +24,14 @@ class LiveWeights:
     read: dict[str, Fletcher4]
     live: dict[str, Fletcher4]
     staged: StagedSource | None = None
-    """Published memory that some views point into, and its lease."""
+    """Published memory that some views point into, and its lease; None where every parameter is a copy."""
     arena: Mapping | None = field(default=None)
     """The engine's own memory that the other views point into."""
+
+    def lies_in(self, staged: StagedSource) -> bool:
+        """A parameter points into that published memory. One without bytes does not: it needs none."""
+        segments = {id(segment) for segment in staged.segments}
+        return any(view.num_bytes and id(view.mapping) in segments for view in self.views.values())
 
     def release(self, arenas: ArenaPair) -> None:
         """Gives the memory back; the runner must be bound elsewhere by now. SegmentError while somebody still looks at

@@ -11,8 +11,14 @@ from typing import TypeVar
 
 from fastdeploy_rl._native import Mapping, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4
-from fastdeploy_rl.config import ALIAS, COPY
-from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, StepFailedError
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY
+from fastdeploy_rl.errors import (
+    ChecksumMismatchError,
+    ConfigurationError,
+    NoPublicationError,
+    NotAliasableError,
+    StepFailedError,
+)
 from fastdeploy_rl.lifecycle import UpdateEvent
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
@@ -24,6 +30,8 @@ from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
 from fastdeploy_rl.version import WeightVersion
 
 _ALIGNMENT = 512
+_NOT_IMMUTABLE = "the source's memory does not stay as it is"
+_MAX_NAMED = 5
 
 
 @dataclass
@@ -47,7 +55,7 @@ class RankUpdate:
     """alias: engine memory for what cannot be aliased. copy onto live weights: the saved old bytes. copy onto nothing:
     the new home."""
     not_aliased: dict[str, str] = field(default_factory=dict)
-    """alias: parameters that were copied all the same, and why."""
+    """alias, auto: parameters that were copied all the same, and why."""
     new: LiveWeights | None = None
     is_written: bool = False
     """copy: the parameters' own memory may hold new bytes."""
@@ -90,13 +98,28 @@ def forget(update: RankUpdate) -> None:
 
 def stage(update: RankUpdate) -> int:
     resolved, plan = _known(update.resolved), _known(update.plan)
+    if update.apply_mode == ALIAS_STRICT:
+        _refuse_copies(plan, update.version)
     update.staged = update.source.stage(resolved, plan, deadline_ns=update.deadline_ns)
-    if update.apply_mode == ALIAS and not update.staged.is_immutable:
-        raise ConfigurationError("apply mode alias needs a source whose memory stays as it is; use --apply-mode copy")
+    if update.apply_mode in (ALIAS, ALIAS_STRICT) and not update.staged.is_immutable:
+        raise ConfigurationError(
+            f"apply mode {update.apply_mode} needs a source whose memory stays as it is; use --apply-mode copy"
+        )
     if update.copies_in_place:
         _save_old_bytes(update)
     update.new = _stage_new_weights(update)
     return plan.read_bytes
+
+
+def _refuse_copies(plan: Plan, version: WeightVersion) -> None:
+    refused = [p for p in plan.parameters if p.alias is None]
+    if refused:
+        named = ", ".join(f"{p.name} ({p.why_not_alias})" for p in refused[:_MAX_NAMED])
+        more = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
+        raise NotAliasableError(
+            f"rank {plan.rank}, version {version}: {len(refused)} of {len(plan.parameters)} parameters cannot alias "
+            f"published memory: {named}{more}; publish them as the engine holds them, or use --apply-mode alias"
+        )
 
 
 def unstage(update: RankUpdate) -> None:
@@ -109,6 +132,8 @@ def unstage(update: RankUpdate) -> None:
     if update.staged is not None:
         update.staged.release()
         update.staged = None
+        if update.apply_mode == COPY:
+            update.source.trim()  # between updates only the rank's own memory is mapped
 
 
 def _save_old_bytes(update: RankUpdate) -> None:
@@ -139,7 +164,8 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
     """Where each parameter will live: in published memory, or in engine memory taken for the others."""
     staged = _known(update.staged)
     copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
-    update.not_aliased = {} if update.apply_mode == COPY else {name: p.why_not_alias for name, p in copied.items()}
+    if update.apply_mode != COPY:
+        update.not_aliased = {name: p.why_not_alias or _NOT_IMMUTABLE for name, p in copied.items()}
     if copied:
         update.arena = update.arenas.acquire(_packed_bytes([p.num_bytes for p in copied.values()]))
     offsets = dict(zip(copied, _packed([p.num_bytes for p in copied.values()]), strict=True))

@@ -18,7 +18,7 @@ from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.receipt import RankReceipt
 from fastdeploy_rl.report import RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
-from fastdeploy_rl.sources.base import WeightSource
+from fastdeploy_rl.sources.base import StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
 
@@ -101,12 +101,18 @@ class StepRunner:
 
 
 class UpdateCommand:
-    """UPDATE: the steps of steps.py."""
+    """UPDATE: the steps of steps.py.
+
+    A committed version keeps the lease on the memory that its parameters point into until the next commit or clear.
+    Where every parameter is a copy nothing points there: lease and mapping are let go right after the commit, so that
+    the trainer has its arena (or the memory it lent) back while the engine serves, and a rank holds nothing but its
+    weights and the save area of their size."""
 
     def __init__(self, state: RankState, update: RankUpdate, observe: Callable[[UpdateStep], None]) -> None:
         self._state = state
         self._update = update
         self._steps = StepRunner(update, observe)
+        self._spent: StagedSource | None = None
 
     def stage(self) -> None:
         self._steps.run(STAGING_STEPS)
@@ -121,7 +127,11 @@ class UpdateCommand:
             raise StepFailedError("commit of an update that was never staged")
         self._state.runner.set_version(str(new.version))
         self._state.live = new
-        new.staged = self._update.staged
+        staged = self._update.staged
+        if staged is not None and new.lies_in(staged):
+            new.staged = staged
+        else:
+            self._spent = staged
         if self._update.copies_in_place and old is not None:
             # The parameters live where they lived; what was saved for the way back is free again.
             new.arena, old.arena = old.arena, self._update.arena
@@ -130,9 +140,16 @@ class UpdateCommand:
         self._update.staged = self._update.arena = None
 
     def retire(self) -> None:
-        old = self._update.old
-        if old is not None:
-            old.release(self._state.arenas)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._release_spent)
+            if self._update.old is not None:
+                self._update.old.release(self._state.arenas)
+
+    def _release_spent(self) -> None:
+        if self._spent is not None:
+            self._spent.release()
+            self._spent = None
+            self._state.source.trim()
 
     def undo(self) -> None:
         self._steps.undo()
@@ -149,7 +166,7 @@ class UpdateCommand:
         return RankReport(
             rank=update.runner.rank,
             steps=self._steps.reports,
-            apply_mode="copy" if is_copy else "alias",
+            apply_mode=update.apply_mode,
             aliased_bytes=0 if is_copy else total - copied,
             copied_bytes=total if is_copy else copied,
             not_aliased=not_aliased,

@@ -8,7 +8,6 @@ namespace fastdeploy_rl {
 
 namespace {
 
-enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3 };
 enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 constexpr size_t kMaxDimensions = 64;
@@ -54,7 +53,7 @@ size_t checked_bytes(const std::vector<int64_t>& shape, size_t item_bytes) {
 // What an exported tensor needs to live, in one allocation.
 struct Exported {
   DLManagedTensor managed;
-  Pin pin;
+  std::shared_ptr<const void> keeper;
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
 };
@@ -67,17 +66,27 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-DLManagedTensor* export_tensor(std::shared_ptr<Mapping> mapping, int64_t offset, const std::vector<int64_t>& shape,
-                               const std::string& dtype) {
+size_t item_bytes(const std::string& dtype) { return type_named(dtype).type.bits / 8; }
+
+size_t tensor_bytes(const std::vector<int64_t>& shape, const std::string& dtype) {
+  return checked_bytes(shape, item_bytes(dtype));
+}
+
+DLManagedTensor* make_tensor(void* data, DLDevice device, std::shared_ptr<const void> keeper,
+                             const std::vector<int64_t>& shape, const std::string& dtype) {
   const DLDataType type = type_named(dtype).type;
-  const size_t item_bytes = type.bits / 8;
-  uint8_t* data = mapping->at(offset, checked_bytes(shape, item_bytes), item_bytes, Access::read);
-  auto* exported = new Exported{{}, Pin(std::move(mapping)), shape, contiguous_strides(shape)};
+  auto* exported = new Exported{{}, std::move(keeper), shape, contiguous_strides(shape)};
   exported->managed.dl_tensor = {
-      data, {kCpu, 0}, static_cast<int32_t>(shape.size()), type, exported->shape.data(), exported->strides.data(), 0};
+      data, device, static_cast<int32_t>(shape.size()), type, exported->shape.data(), exported->strides.data(), 0};
   exported->managed.manager_ctx = exported;
   exported->managed.deleter = [](DLManagedTensor* self) { delete static_cast<Exported*>(self->manager_ctx); };
   return &exported->managed;
+}
+
+DLManagedTensor* export_tensor(std::shared_ptr<Mapping> mapping, int64_t offset, const std::vector<int64_t>& shape,
+                               const std::string& dtype) {
+  uint8_t* data = mapping->at(offset, tensor_bytes(shape, dtype), item_bytes(dtype), Access::read);
+  return make_tensor(data, {kDLCPU, 0}, std::make_shared<Pin>(std::move(mapping)), shape, dtype);
 }
 
 BorrowedTensor::BorrowedTensor(DLManagedTensor* managed) : managed_(managed) {
@@ -112,7 +121,7 @@ bool BorrowedTensor::is_contiguous() const {
 // Pinned host memory is as readable as any other.
 bool BorrowedTensor::is_cpu() const {
   const int32_t type = managed_->dl_tensor.device.device_type;
-  return type == kCpu || type == kCudaHost;
+  return type == kDLCPU || type == kDLCUDAHost;
 }
 
 }  // namespace fastdeploy_rl

@@ -1,5 +1,7 @@
-// DLPack (unversioned ABI, v0.8): the structs, a mapping's bytes as a tensor, and somebody else's tensor as bytes.
-// The structs are those of https://github.com/dmlc/dlpack; only what CPU tensors need.
+// DLPack (unversioned ABI, v0.8): the structs, a mapping's bytes as a tensor,
+// and somebody else's tensor as bytes. The structs are those of
+// https://github.com/dmlc/dlpack; only what tensors in CPU and CUDA memory
+// need.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +12,8 @@
 #include "mapping.h"
 
 namespace fastdeploy_rl {
+
+enum DLDeviceType : int32_t { kDLCPU = 1, kDLCUDA = 2, kDLCUDAHost = 3 };
 
 struct DLDevice {
   int32_t device_type;
@@ -40,11 +44,24 @@ struct DLManagedTensor {
 
 static_assert(sizeof(DLTensor) == 48 && sizeof(DLManagedTensor) == 64, "layout fixed by the DLPack ABI");
 
-// A tensor over bytes of the mapping, which it pins. The caller (or its consumer) calls `deleter`, on any thread.
+size_t item_bytes(const std::string& dtype);
+
+// Bytes of a contiguous tensor; std::invalid_argument for a dtype or shape that
+// no tensor has.
+size_t tensor_bytes(const std::vector<int64_t>& shape, const std::string& dtype);
+
+// A contiguous tensor at `data` that holds `keeper` until the caller (or its
+// consumer) calls `deleter`.
+DLManagedTensor* make_tensor(void* data, DLDevice device, std::shared_ptr<const void> keeper,
+                             const std::vector<int64_t>& shape, const std::string& dtype);
+
+// A tensor over bytes of the mapping, which it pins. The caller (or its
+// consumer) calls `deleter`, on any thread.
 DLManagedTensor* export_tensor(std::shared_ptr<Mapping> mapping, int64_t offset, const std::vector<int64_t>& shape,
                                const std::string& dtype);
 
-// Owns a tensor taken over from a capsule; std::invalid_argument when its dtype has no safetensors name.
+// Owns a tensor taken over from a capsule; std::invalid_argument when its dtype
+// has no safetensors name.
 class BorrowedTensor {
  public:
   explicit BorrowedTensor(DLManagedTensor* managed);
@@ -55,6 +72,7 @@ class BorrowedTensor {
   std::vector<int64_t> shape() const;
   bool is_contiguous() const;
   bool is_cpu() const;
+  DLDevice device() const { return managed_->dl_tensor.device; }
 
  private:
   struct Release {

@@ -6,7 +6,9 @@
 #include <system_error>
 
 #include "buffers.h"
+#include "capsule.h"
 #include "collectives.h"
+#include "cuda_bindings.h"
 #include "dlpack.h"
 #include "kernels.h"
 #include "mapping.h"
@@ -103,18 +105,7 @@ void bind_words(py::module_& m) {
 
 py::capsule dlpack_capsule(const MappingPtr& mapping, int64_t offset, const std::vector<int64_t>& shape,
                            const std::string& dtype) {
-  DLManagedTensor* managed = export_tensor(mapping, offset, shape, dtype);
-  // A consumer renames the capsule and owns the tensor from then on.
-  PyObject* capsule = PyCapsule_New(managed, "dltensor", [](PyObject* self) {
-    if (!PyCapsule_IsValid(self, "dltensor")) return;
-    auto* unconsumed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
-    unconsumed->deleter(unconsumed);
-  });
-  if (capsule == nullptr) {
-    managed->deleter(managed);
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::capsule>(capsule);
+  return give_capsule(export_tensor(mapping, offset, shape, dtype));
 }
 
 BorrowedTensor borrow_dlpack(const py::object& capsule) {
@@ -151,7 +142,10 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("dtype", &BorrowedTensor::dtype)
       .def_property_readonly("shape", [](const BorrowedTensor& self) { return py::tuple(py::cast(self.shape())); })
       .def_property_readonly("is_contiguous", &BorrowedTensor::is_contiguous)
-      .def_property_readonly("is_cpu", &BorrowedTensor::is_cpu);
+      .def_property_readonly("is_cpu", &BorrowedTensor::is_cpu)
+      .def_property_readonly("device", [](const BorrowedTensor& self) {
+        return py::make_tuple(self.device().device_type, self.device().device_id);
+      });
   m.def("borrow_dlpack", borrow_dlpack, "capsule"_a);
 }
 
@@ -286,10 +280,11 @@ void bind_errors(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Native core: shared words, mappings, copy / cast / checksum, shared-memory collectives.";
+  m.doc() = "Native core: shared words, mappings, copy / cast / checksum, shared-memory collectives, CUDA.";
   bind_errors(m);
   bind_memory(m);
   bind_words(m);
   bind_transfer(m);
   bind_collectives(m);
+  bind_cuda(m);
 }

@@ -58,7 +58,8 @@ class Mapping(Buffer):
 
 @final
 class BorrowedTensor(Buffer):
-    """Somebody else's CPU tensor, taken through DLPack; a flat byte buffer when contiguous. Alive until dropped."""
+    """Somebody else's tensor, taken through DLPack; in CPU memory a flat byte buffer when contiguous. Alive until
+    dropped."""
 
     @property
     def address(self) -> int: ...
@@ -74,6 +75,10 @@ class BorrowedTensor(Buffer):
     def is_contiguous(self) -> bool: ...
     @property
     def is_cpu(self) -> bool: ...
+    @property
+    def device(self) -> tuple[int, int]:
+        """DLPack's (device type, device id)."""
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def borrow_dlpack(capsule: object) -> BorrowedTensor:
@@ -185,3 +190,93 @@ class CollectiveGroup:
         """In place; every rank passes the same size."""
 
     def barrier(self, deadline_ns: int) -> None: ...
+
+# --- CUDA: the driver API by dlopen, no CUDA at build time -----------------------------------------
+# Not run on a GPU so far: tested on testing/FakeCuda, which keeps the driver's rules.
+
+class CudaDriverError(Exception):
+    """A driver call failed; `args == (call, code, name, text)`: CUresult, "CUDA_ERROR_..." and the driver's own words.
+    Code -1: the library itself could not be loaded or lacks a call."""
+
+@final
+class CudaDriver:
+    """libcuda, loaded and initialised; stays loaded until the process ends. CudaDriverError where that fails."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def version(self) -> int:
+        """CUDA version that the driver supports: 1000 major + 10 minor."""
+
+    @property
+    def num_devices(self) -> int:
+        """Those that CUDA_VISIBLE_DEVICES leaves; `ordinal` counts among them."""
+
+    def device_name(self, ordinal: int) -> str: ...
+    def device_uuid(self, ordinal: int) -> bytes:
+        """16 bytes; of the MIG instance where the device is one."""
+
+    def is_mig(self, ordinal: int) -> bool: ...
+
+@final
+class CudaContext:
+    """A reference to a device's primary context (the one Paddle and torch use too), released when dropped. Calls make
+    it current for as long as they take. Memory holds its context."""
+
+    def __init__(self, driver: CudaDriver, ordinal: int) -> None: ...
+    @property
+    def ordinal(self) -> int: ...
+    def allocate(self, num_bytes: int) -> CudaMemory:
+        """cuMemAlloc: contents are arbitrary; freed when closed or dropped."""
+
+    def open(self, handle: bytes, num_bytes: int) -> CudaMemory:
+        """cuIpcOpenMemHandle of another process's allocation of `num_bytes`; closed when closed or dropped."""
+
+    def borrow(self, address: int, num_bytes: int) -> CudaMemory:
+        """Memory of somebody else in this process, who keeps it while the result lives. Nothing is freed."""
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """(base, bytes) of the allocation that `address` lies in."""
+
+    def buffer_id(self, address: int) -> int:
+        """Names the allocation: never used again in this process, also when the address is."""
+
+    def ordinal_of(self, address: int) -> int:
+        """Which device the memory is on."""
+
+    def export_handle(self, address: int) -> bytes:
+        """cuIpcGetMemHandle of the allocation that starts at `address`; 64 bytes."""
+
+    def synchronize(self) -> None:
+        """Waits for all work of the context."""
+
+@final
+class CudaMemory:
+    """One block of device memory: allocated, opened or borrowed. Given back when closed or when the last reference
+    (DLPack tensor) dies."""
+
+    @property
+    def address(self) -> int:
+        """0 when closed."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def num_exports(self) -> int:
+        """Live DLPack capsules and tensors."""
+
+    def close(self) -> None:
+        """BufferError while exports are alive (nothing happens then); a second close does nothing."""
+
+    def write(self, offset: int, source: Buffer) -> None:
+        """Host to device; returns when done."""
+
+    def read(self, offset: int, target: Buffer) -> None:
+        """Device to host; returns when done."""
+
+    def copy_from(self, offset: int, source: CudaMemory, source_offset: int, num_bytes: int) -> None:
+        """Device to device; may return before it is done (`CudaContext.synchronize`)."""
+
+    def dlpack(self, offset: int, shape: Sequence[int], dtype: str) -> object:
+        """A DLPack capsule ("dltensor", kDLCUDA) over bytes of the block, which it keeps. C-contiguous."""

@@ -88,6 +88,16 @@ def num_copy_threads(environ: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
+def libcuda_path(environ: Mapping[str, str] = os.environ) -> str:
+    """The CUDA driver to load: `$FASTDEPLOY_RL_LIBCUDA`, else the one that the system finds."""
+    return environ.get("FASTDEPLOY_RL_LIBCUDA", "") or "libcuda.so.1"
+
+
+def cuda_visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
+    """`$CUDA_VISIBLE_DEVICES` as the driver reads it; None where it is not set (empty hides every device)."""
+    return environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def child_environ(changes: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process that we start: ours, with `changes`."""
     return dict(environ) | dict(changes)

@@ -26,6 +26,9 @@
          |- PeerLostError           a process that was needed is dead
          |- NoSpaceError            no room in shared memory
          |- SegmentError            a shared-memory segment that is missing, foreign or in use
+         |   `- StaleMemoryError    memory that its owner has freed since, or reused
+         |- CudaError               a call of the CUDA driver that failed
+         |   `- CudaUnavailableError  no CUDA driver here, or no device that this process may use
          |- ChannelBusyError        another live publisher owns the channel
          `- EngineNotFoundError     no engine at that address
 
@@ -148,6 +151,18 @@ class NoSpaceError(WorldError):
 
 
 class SegmentError(WorldError):
+    exit_code = 2
+
+
+class StaleMemoryError(SegmentError):
+    pass
+
+
+class CudaError(WorldError):
+    pass
+
+
+class CudaUnavailableError(CudaError):
     exit_code = 2
 
 

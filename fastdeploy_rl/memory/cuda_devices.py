@@ -34,11 +34,11 @@ class CudaDevice:
 class DeviceSelector(NamedTuple):
     """A device as somebody wrote it down: an index, or (the beginning of) an identifier."""
 
-    index: int | None
+    ordinal: int | None
     prefix: str
 
     def matches(self, device: CudaDevice) -> bool:
-        return device.index == self.index if self.index is not None else device.uuid.startswith(self.prefix)
+        return device.index == self.ordinal if self.ordinal is not None else device.uuid.startswith(self.prefix)
 
 
 def open_driver() -> _native.CudaDriver:

@@ -7,19 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastdeploy_rl.control.async_controller import AsyncEngineController as AsyncEngineController
     from fastdeploy_rl.control.controller import EngineController as EngineController
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
     from fastdeploy_rl.version import WeightVersion as WeightVersion
 
 _EXPORTS = {
+    "AsyncEngineController": "fastdeploy_rl.control.async_controller",
     "DynamicWeightManager": "fastdeploy_rl.manager",
     "EngineController": "fastdeploy_rl.control.controller",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
     "WeightVersion": "fastdeploy_rl.version",
 }
 
-__all__ = ["DynamicWeightManager", "EngineController", "WeightPublisher", "WeightVersion"]
+__all__ = ["AsyncEngineController", "DynamicWeightManager", "EngineController", "WeightPublisher", "WeightVersion"]
 
 
 def __getattr__(name: str) -> object:

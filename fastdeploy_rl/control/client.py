@@ -1,11 +1,15 @@
-"""An engine behind an HTTP URL: what EngineController calls when its address is one.
+"""An engine behind an HTTP URL: what EngineController and its async twin call when their address is one.
 
-Owns the way of a command over HTTP. Refuses to know boards. Invariant: an error of the engine arrives as the same
-class with the same text; whatever else comes back is an EngineError that says so. Every call has a deadline.
+Owns the routes of commands (`HttpCall`, one for each) and what their answers mean; the two clients only differ in how
+they wait. Refuses to know boards. Invariant: an error of the engine arrives as the same class with the same text;
+whatever else comes back is an EngineError that says so. Every call has a deadline.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,7 +25,8 @@ from fastdeploy_rl.errors import (
     from_wire,
 )
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.update.history import DEFAULT_LIMIT
 from fastdeploy_rl.version import WeightVersion
 
 CONNECT_S = 5.0
@@ -30,40 +35,129 @@ STATUS_S = 10.0
 _ResultT = TypeVar("_ResultT")
 
 
+@dataclass(frozen=True)
+class HttpCall(Generic[_ResultT]):
+    """One route with its arguments, and the type of its answer."""
+
+    method: str
+    path: str
+    kind: type[_ResultT]
+    deadline_s: float = STATUS_S
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def timeout(self) -> httpx.Timeout:
+        """ConfigurationError for a deadline that cannot be."""
+        return httpx.Timeout(checked_deadline(self.deadline_s) + HTTP_GRACE_S, connect=CONNECT_S)
+
+
+def update_call(version: WeightVersion | str | None, deadline_s: float, force: bool) -> HttpCall[UpdateReport]:
+    body = {"deadline_s": deadline_s, "force": force} | ({} if version is None else {"version": str(version)})
+    return HttpCall("POST", "/v1/weights/update", UpdateReport, deadline_s, {"json": body})
+
+
+def clear_call(deadline_s: float) -> HttpCall[UpdateReport]:
+    return HttpCall("POST", "/v1/weights/clear", UpdateReport, deadline_s, {"json": {"deadline_s": deadline_s}})
+
+
+def status_call() -> HttpCall[EngineStatus]:
+    return HttpCall("GET", "/v1/weights", EngineStatus)
+
+
+def receipt_call(recompute: bool, deadline_s: float) -> HttpCall[Receipt]:
+    query = {"recompute": "true" if recompute else "false", "deadline_s": deadline_s}
+    return HttpCall("GET", "/v1/weights/receipt", Receipt, deadline_s, {"params": query})
+
+
+def history_call(limit: int) -> HttpCall[list[HistoryEntry]]:
+    return HttpCall("GET", "/v1/weights/history", list[HistoryEntry], content={"params": {"limit": limit}})
+
+
+@dataclass(frozen=True)
+class EngineUrl:
+    """Where the engine answers, and what its answers mean."""
+
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> "EngineUrl":
+        """ConfigurationError for what is no http URL."""
+        parts = urlsplit(text)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationError(
+                f"not an engine's URL: {text[:200]!r}; expected something like http://127.0.0.1:8180"
+            )
+        return cls(text.rstrip("/"))
+
+    @contextmanager
+    def failures(self, call: HttpCall[Any]) -> Iterator[None]:
+        """What goes wrong on the way, as errors of the tree."""
+        place = f"{self.url}{call.path}"
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise EngineNotFoundError(
+                f"no engine at {self.url}: {error}; start one with `fastdeploy-rl serve`"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise DeadlineExceededError(
+                f"{place} did not answer within {call.deadline_s + HTTP_GRACE_S:g} s"
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{place}: {error or type(error).__name__}") from error
+
+    def result(self, call: HttpCall[_ResultT], answer: httpx.Response) -> _ResultT:
+        """What the engine answered; raises what it raised."""
+        if answer.is_error:
+            raise self._error(call.path, answer)
+        result: _ResultT = self._decode(call.path, answer, call.kind)
+        return result
+
+    def _error(self, path: str, answer: httpx.Response) -> Exception:
+        body = self._decode(path, answer, Json)
+        error = body.get("error")
+        if not isinstance(error, dict):
+            return EngineError(f"{self.url}{path} answered {answer.status_code} without a reason")
+        return from_wire(str(error.get("type")), str(error.get("message")))
+
+    def _decode(self, path: str, answer: httpx.Response, kind: Any) -> Any:
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineError(
+                f"{self.url}{path} answered {answer.status_code} with no answer of an engine of this version: {error}"
+            ) from error
+
+
 class HttpEngine:
     """Same methods as the board's client; blocks. A context manager; `close` gives the connection back."""
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
         """ConfigurationError for what is no http URL. Connects to nothing yet. `transport` replaces the network."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigurationError(
-                f"not an engine's URL: {url[:200]!r}; expected something like http://127.0.0.1:8180"
-            )
-        self._url = url.rstrip("/")
-        self._http = httpx.Client(
-            base_url=self._url, timeout=httpx.Timeout(STATUS_S, connect=CONNECT_S), transport=transport
-        )
+        self._engine = EngineUrl.parse(url)
+        self._http = httpx.Client(base_url=self._engine.url, transport=transport)
 
     def update(
         self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
     ) -> UpdateReport:
         """Takes the version (the newest for None) over, on all ranks or none; raises what the engine raised."""
-        body = {"deadline_s": deadline_s, "force": force} | ({} if version is None else {"version": str(version)})
-        return self._call("POST", "/v1/weights/update", UpdateReport, deadline_s, json=body)
+        return self._call(update_call(version, deadline_s, force))
 
     def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
         """Frees weights and KV cache on all ranks."""
-        return self._call("POST", "/v1/weights/clear", UpdateReport, deadline_s, json={"deadline_s": deadline_s})
+        return self._call(clear_call(deadline_s))
 
     def status(self) -> EngineStatus:
-        return self._call("GET", "/v1/weights", EngineStatus, STATUS_S)
+        return self._call(status_call())
 
     def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
         """The proof of the last commit; with `recompute` checked
         against live memory, ChecksumMismatchError where it differs."""
-        query = {"recompute": "true" if recompute else "false", "deadline_s": deadline_s}
-        return self._call("GET", "/v1/weights/receipt", Receipt, deadline_s, params=query)
+        return self._call(receipt_call(recompute, deadline_s))
+
+    def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
+        """The last `limit` commands, the newest last."""
+        return self._call(history_call(limit))
 
     def close(self) -> None:
         self._http.close()
@@ -76,36 +170,46 @@ class HttpEngine:
     ) -> None:
         self.close()
 
-    def _call(self, method: str, path: str, kind: type[_ResultT], deadline_s: float, **content: Any) -> _ResultT:
-        timeout = httpx.Timeout(checked_deadline(deadline_s) + HTTP_GRACE_S, connect=CONNECT_S)
-        try:
-            answer = self._http.request(method, path, timeout=timeout, **content)
-        except httpx.ConnectError as error:
-            raise EngineNotFoundError(
-                f"no engine at {self._url}: {error}; start one with `fastdeploy-rl serve`"
-            ) from error
-        except httpx.TimeoutException as error:
-            raise DeadlineExceededError(
-                f"{self._url}{path} did not answer within {deadline_s + HTTP_GRACE_S:g} s"
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self._url}{path}: {error or type(error).__name__}") from error
-        if answer.is_error:
-            raise self._error(path, answer)
-        result: _ResultT = self._decode(path, answer, kind)
-        return result
+    def _call(self, call: HttpCall[_ResultT]) -> _ResultT:
+        with self._engine.failures(call):
+            answer = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
+        return self._engine.result(call, answer)
 
-    def _error(self, path: str, answer: httpx.Response) -> Exception:
-        body = self._decode(path, answer, Json)
-        error = body.get("error")
-        if not isinstance(error, dict):
-            return EngineError(f"{self._url}{path} answered {answer.status_code} without a reason")
-        return from_wire(str(error.get("type")), str(error.get("message")))
 
-    def _decode(self, path: str, answer: httpx.Response, kind: Any) -> Any:
-        try:
-            return msgspec.json.decode(answer.content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EngineError(
-                f"{self._url}{path} answered {answer.status_code} with no answer of an engine of this version: {error}"
-            ) from error
+class AsyncHttpEngine:
+    """HttpEngine as coroutines. A call that is cancelled hangs up; a command that the engine began goes on there."""
+
+    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """As HttpEngine's."""
+        self._engine = EngineUrl.parse(url)
+        self._http = httpx.AsyncClient(base_url=self._engine.url, transport=transport)
+
+    async def update(
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+    ) -> UpdateReport:
+        return await self._call(update_call(version, deadline_s, force))
+
+    async def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+        return await self._call(clear_call(deadline_s))
+
+    async def status(self) -> EngineStatus:
+        return await self._call(status_call())
+
+    async def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+        return await self._call(receipt_call(recompute, deadline_s))
+
+    async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
+        return await self._call(history_call(limit))
+
+    async def __aenter__(self) -> "AsyncHttpEngine":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def _call(self, call: HttpCall[_ResultT]) -> _ResultT:
+        with self._engine.failures(call):
+            answer = await self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
+        return self._engine.result(call, answer)

@@ -4,13 +4,14 @@ Owns the choice between the two ways to an engine: its board (a port number, sam
 Refuses to know either way's details. Both raise the same errors."""
 
 from contextlib import ExitStack
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Protocol
 
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.history import DEFAULT_LIMIT
 from fastdeploy_rl.version import WeightVersion
 
 
@@ -33,6 +34,8 @@ class EngineWay(Protocol):
     def status(self) -> EngineStatus: ...
 
     def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt: ...
+
+    def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]: ...
 
 
 class EngineController:
@@ -78,6 +81,11 @@ class EngineController:
         each tensor and rank that is no longer what the receipt says."""
         return self._way.receipt(recompute=recompute, deadline_s=deadline_s)
 
+    def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
+        """How the last `limit` commands ended, whoever gave them; the newest is last. RequestError for an impossible
+        limit. What an engine's history file holds is in update/history.py."""
+        return self._way.history(limit)
+
     @property
     def _way(self) -> EngineWay:
         if self._open_way is None:
@@ -88,11 +96,17 @@ class EngineController:
 def _way_to(address: int | str) -> EngineWay:
     if isinstance(address, int):
         return BoardClient(address)
+    way: EngineWay = http_clients(address).HttpEngine(address)
+    return way
+
+
+def http_clients(address: str) -> ModuleType:
+    """The module of the clients for URLs, which needs more than the rest of the package."""
     try:
-        from fastdeploy_rl.control.client import HttpEngine
+        from fastdeploy_rl.control import client
     except ImportError as error:
         raise ConfigurationError(
             f"an engine at a URL ({address}) needs httpx: pip install 'fastdeploy_rl[engine]'; "
             "on the engine's machine its port number needs nothing"
         ) from error
-    return HttpEngine(address)
+    return client

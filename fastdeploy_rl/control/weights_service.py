@@ -22,7 +22,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
+from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
@@ -45,6 +45,7 @@ class Board(Protocol):
 
     def status(self) -> EngineStatus: ...
     def read_report(self, command: int) -> UpdateReport: ...
+    def read_history(self, limit: int) -> list[HistoryEntry]: ...
     def open_client(self) -> AbstractContextManager[WeightsClient]: ...
 
 
@@ -137,6 +138,10 @@ class WeightsService:
         if command < 1:
             raise RequestError("there is no report yet: the engine has had no weight command")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._board.read_report, command)
+
+    async def history(self, limit: int) -> list[HistoryEntry]:
+        """How the last commands ended, the newest last. RequestError for an impossible limit."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._board.read_history, limit)
 
     async def new_reports(self) -> list[UpdateReport]:
         """Of the commands since the last call; those that were dropped meanwhile are left out."""

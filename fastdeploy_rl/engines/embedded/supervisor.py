@@ -22,10 +22,12 @@ from typing import Protocol
 import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
-from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.layout import MAX_RANKS
 from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
+from fastdeploy_rl.control.generation import GenerationDefaults
+from fastdeploy_rl.control.http_address import write_http_address
 from fastdeploy_rl.control.http_app import EngineFace, make_app
 from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.control.weights_service import WeightsService
@@ -33,6 +35,7 @@ from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
+from fastdeploy_rl.engines.embedded.generation_config import read_generation_defaults
 from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, FromWorker, Ready, Stop, Tokens, WorkerConfig
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape, parameter_specs
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
@@ -40,8 +43,9 @@ from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerP
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
-from fastdeploy_rl.report import EngineStatus, UpdateReport
+from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.history import read_history
 from fastdeploy_rl.update.rank_files import RankFiles
 
 _log = logging.getLogger(__name__)
@@ -61,7 +65,8 @@ LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What `fastdeploy-rl serve` was asked for."""
+    """What `fastdeploy-rl serve` was asked for. `max_waiting`: requests beyond the `max_num_seqs` that run; more are
+    told to come back. `uses_generation_config`: the model's own generation_config.json is the default for sampling."""
 
     model_dir: Path
     num_ranks: int
@@ -73,6 +78,8 @@ class ServeConfig:
     board_port: int = 8182
     max_num_seqs: int = 8
     max_model_len: int | None = None
+    max_waiting: int = 512
+    uses_generation_config: bool = True
     log_dir: Path = Path("log")
     deadlines: Deadlines = field(default_factory=Deadlines)
     worker_module: str = WORKER_MODULE
@@ -92,6 +99,7 @@ class CheckedModel:
     tokenizer: Tokenizer
     max_model_len: int
     name: str
+    defaults: GenerationDefaults
 
     def weight_bytes(self, num_ranks: int) -> int:
         """Of one rank, in float32; a tied head is counted once."""
@@ -122,7 +130,9 @@ def check_model(config: ServeConfig) -> CheckedModel:
     max_model_len = config.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > longest:
         raise ConfigurationError(f"--max-model-len {max_model_len}: the model has positions for {longest} tokens")
-    return CheckedModel(model, Tokenizer.open(config.model_dir), max_model_len, config.model_dir.resolve().name)
+    defaults = read_generation_defaults(config.model_dir) if config.uses_generation_config else GenerationDefaults()
+    tokenizer = Tokenizer.open(config.model_dir)
+    return CheckedModel(model, tokenizer, max_model_len, config.model_dir.resolve().name, defaults)
 
 
 def check_channel(channel: Path) -> None:
@@ -173,8 +183,10 @@ class _Engine:
             check_channel(self._config.channel)
             _make_log_dir(self._config.log_dir)
             listener = stack.enter_context(bind(self._config.host, self._config.port))
-            board = Board.create(self._config.board_port, num_ranks=self._config.num_ranks)
+            history = self._config.log_dir / HISTORY
+            board = Board.create(self._config.board_port, num_ranks=self._config.num_ranks, history=history)
             stack.callback(board.close)
+            write_http_address(board.run_dir, self._config.host, self._config.port)
             segment = stack.enter_context(_collectives_segment(self._config))
             self._announcer.starting(self._config, model)
             await stack.enter_async_context(self._running_workers(model, segment))
@@ -220,7 +232,10 @@ class _Engine:
                 self._links.append(WorkerLink(worker.connection))
                 watchers.append(asyncio.create_task(self._watch(worker, self._links[rank])))
             self._client = EngineClient(
-                self._links[0], max_model_len=model.max_model_len, vocab_size=model.config.vocab_size
+                self._links[0],
+                max_model_len=model.max_model_len,
+                vocab_size=model.config.vocab_size,
+                max_requests=self._config.max_num_seqs + self._config.max_waiting,
             )
             yield
         finally:
@@ -306,7 +321,8 @@ class _Engine:
             raise PeerLostError("no worker to serve for")
         metrics = EngineMetrics()
         weights = WeightsService(_EngineBoard(board))
-        face = EngineFace(CompletionService(self._client, model.tokenizer, metrics, model.name), weights, metrics)
+        completions = CompletionService(self._client, model.tokenizer, metrics, model.name, model.defaults)
+        face = EngineFace(completions, weights, metrics)
         server = _Server(
             uvicorn.Config(
                 make_app(face),
@@ -340,6 +356,9 @@ class _EngineBoard:
 
     def read_report(self, command: int) -> UpdateReport:
         return self._files.read_report(command)
+
+    def read_history(self, limit: int) -> list[HistoryEntry]:
+        return read_history(self._board.run_dir / HISTORY, limit)
 
     def open_client(self) -> BoardClient:
         """One of its own for each command: a client waits for one thing at a time."""

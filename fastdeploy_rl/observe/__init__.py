@@ -1,0 +1,1 @@
+"""What is told to people about engines and machines: reports rendered, machines examined."""

@@ -88,4 +88,13 @@ Sums combine(const Lanes& lanes, int num_lanes) {
   }
 }
 
+Sums combine(const WeightedLanes& lanes, int num_lanes) {
+  Sums sums = combine(lanes.plain, num_lanes);
+  const Sums by_z = combine(lanes.by_z, num_lanes), by_t2 = combine(lanes.by_t2, num_lanes);
+  sums.b += by_z.a;
+  sums.c += by_z.b + by_t2.a;
+  sums.d += by_z.c + by_t2.b + combine(lanes.by_t3, num_lanes).a;
+  return sums;
+}
+
 }  // namespace fastdeploy_rl

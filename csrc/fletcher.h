@@ -9,6 +9,8 @@
 
 namespace fastdeploy_rl {
 
+constexpr size_t kWordBytes = 4;
+
 struct Sums {
   uint64_t a = 0, b = 0, c = 0, d = 0;
 
@@ -25,6 +27,17 @@ struct Sums {
     b += a;
     c += b;
     d += c;
+  }
+};
+
+// Of one job: the bytes as they were read, and as they were written.
+struct JobSums {
+  Sums read, live;
+
+  JobSums& operator+=(const JobSums& other) {
+    read += other.read;
+    live += other.live;
+    return *this;
   }
 };
 
@@ -51,17 +64,32 @@ struct Lanes {
 // The sums of the words in their order. num_lanes is 1, 8 or 16.
 Sums combine(const Lanes& lanes, int num_lanes);
 
-// Each lane of `sums`, a gap counted in words of a lane, and then the lane of `next`. Compilers turn it into vectors
-// for the target of the calling function.
+// The sums of many runs, each with its own number of words after it, kept as lanes and combined once. Shifting is
+// linear: it weighs the sums of a run with the z, T2(z) and T3(z) of its gap, so lanes that were weighed can be added
+// first.
+struct WeightedLanes {
+  Lanes plain{}, by_z{}, by_t2{}, by_t3{};
+};
+
+// Compilers turn it into vectors for the target of the calling function.
 template <int kNumLanes>
-[[gnu::always_inline]] inline void append_lanes(Lanes& sums, const Gap& gap, const Lanes& next) {
+[[gnu::always_inline]] inline void add_lanes(WeightedLanes& sums, const Lanes& run, const Gap& words_after) {
   for (int lane = 0; lane < kNumLanes; ++lane) {
-    const uint64_t a = sums.a[lane], b = sums.b[lane], c = sums.c[lane];
-    sums.d[lane] += gap.z * c + gap.t2 * b + gap.t3 * a + next.d[lane];
-    sums.c[lane] += gap.z * b + gap.t2 * a + next.c[lane];
-    sums.b[lane] += gap.z * a + next.b[lane];
-    sums.a[lane] += next.a[lane];
+    const uint64_t a = run.a[lane], b = run.b[lane], c = run.c[lane];
+    sums.plain.a[lane] += a;
+    sums.plain.b[lane] += b;
+    sums.plain.c[lane] += c;
+    sums.plain.d[lane] += run.d[lane];
+    sums.by_z.a[lane] += words_after.z * a;
+    sums.by_z.b[lane] += words_after.z * b;
+    sums.by_z.c[lane] += words_after.z * c;
+    sums.by_t2.a[lane] += words_after.t2 * a;
+    sums.by_t2.b[lane] += words_after.t2 * b;
+    sums.by_t3.a[lane] += words_after.t3 * a;
   }
 }
+
+// What the shifted sums of the runs add up to.
+Sums combine(const WeightedLanes& lanes, int num_lanes);
 
 }  // namespace fastdeploy_rl

@@ -20,32 +20,69 @@ size_t extent(size_t rows, size_t row_bytes, size_t stride) {
   return bytes > SIZE_MAX ? SIZE_MAX : static_cast<size_t>(bytes);
 }
 
+void check_inside(const char* what, size_t offset, size_t stride, size_t rows, size_t row_bytes, size_t num_bytes) {
+  if (offset <= num_bytes && extent(rows, row_bytes, stride) <= num_bytes - offset) return;
+  refuse(std::string(what) + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) + " bytes, stride " +
+         std::to_string(stride) + ", from offset " + std::to_string(offset) + " are not inside " +
+         std::to_string(num_bytes) + " bytes");
+}
+
 void check_rows(const char* what, size_t offset, size_t stride, size_t rows, size_t row_bytes, size_t num_bytes) {
-  const std::string name(what);
   if (rows > 1 && stride < row_bytes) {
-    refuse(name + " stride " + std::to_string(stride) + " is less than a row of " + std::to_string(row_bytes) +
+    refuse(std::string(what) + " stride " + std::to_string(stride) + " is less than a row of " +
+           std::to_string(row_bytes) + " bytes");
+  }
+  check_inside(what, offset, stride, rows, row_bytes, num_bytes);
+}
+
+// The same row again and again is counted nowhere: no checksum says how often a byte was read.
+void check_source(const Job& job, size_t offset, size_t num_bytes) {
+  const bool is_repeated = job.source_stride == 0 && !job.read;
+  (is_repeated ? check_inside : check_rows)("source", offset, job.source_stride, job.rows, job.row_bytes, num_bytes);
+}
+
+size_t checked_product(size_t count, size_t bytes) {
+  size_t product;
+  if (__builtin_mul_overflow(count, bytes, &product) || product > SIZE_MAX / 2) {
+    refuse(std::to_string(count) + " times " + std::to_string(bytes) + " bytes are too many");
+  }
+  return product;
+}
+
+size_t checked_values(size_t row_bytes, Cast cast) {
+  const CastKind& kind = kind_of(cast);
+  if (row_bytes % kind.source_value != 0) {
+    refuse("row_bytes " + std::to_string(row_bytes) + " is no number of values that " + kind.name + " casts");
+  }
+  return row_bytes / kind.source_value;
+}
+
+void check_item(const Job& job) {
+  const size_t item = job.transpose_item;
+  if (item != 1 && item != 2 && item != 4 && item != 8) {
+    refuse("transpose_item must be 0, 1, 2, 4 or 8, got " + std::to_string(item));
+  }
+  if (job.row_bytes % item != 0) {
+    refuse("row_bytes " + std::to_string(job.row_bytes) + " is no number of elements of " + std::to_string(item) +
            " bytes");
   }
-  if (offset > num_bytes || extent(rows, row_bytes, stride) > num_bytes - offset) {
-    refuse(name + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) + " bytes, stride " +
-           std::to_string(stride) + ", from offset " + std::to_string(offset) + " are not inside " +
-           std::to_string(num_bytes) + " bytes");
+  if (job.cast != Cast::none && item != kind_of(job.cast).source_value) {
+    refuse(std::string(kind_of(job.cast).name) + " casts no elements of " + std::to_string(item) + " bytes");
   }
 }
 
-size_t cast_row_bytes(size_t row_bytes, Cast cast) {
-  switch (cast) {
-    case Cast::none:
-      return row_bytes;
-    case Cast::f32_to_bf16:
-      if (row_bytes % 4 != 0) refuse("row_bytes " + std::to_string(row_bytes) + " is no number of F32 values");
-      return row_bytes / 2;
-    case Cast::bf16_to_f32:
-      if (row_bytes % 2 != 0) refuse("row_bytes " + std::to_string(row_bytes) + " is no number of BF16 values");
-      if (row_bytes > SIZE_MAX / 2) refuse("row_bytes " + std::to_string(row_bytes) + " is too large");
-      return row_bytes * 2;
+void shape_target(Job& job) {
+  const size_t row_bytes = checked_product(checked_values(job.row_bytes, job.cast), kind_of(job.cast).target_value);
+  checked_product(job.rows, job.row_bytes);
+  checked_product(job.rows, row_bytes);
+  if (job.transpose_item == 0) {
+    job.target_rows = job.rows;
+    job.target_row_bytes = row_bytes;
+    return;
   }
-  refuse("unknown cast");
+  check_item(job);
+  job.target_rows = job.row_bytes / job.transpose_item;
+  job.target_row_bytes = checked_product(job.rows, job.target_item());
 }
 
 void check_place(const char* what, const std::optional<Place>& place, size_t rows, size_t row_bytes) {
@@ -54,7 +91,7 @@ void check_place(const char* what, const std::optional<Place>& place, size_t row
 
 void check_overlap(const Job& job) {
   const size_t source_bytes = extent(job.rows, job.row_bytes, job.source_stride);
-  const size_t target_bytes = extent(job.rows, job.target_row_bytes, job.target_stride);
+  const size_t target_bytes = extent(job.target_rows, job.target_row_bytes, job.target_stride);
   const auto source = reinterpret_cast<uintptr_t>(job.source), target = reinterpret_cast<uintptr_t>(job.target);
   if (source < target + target_bytes && target < source + source_bytes) refuse("source and target overlap");
 }
@@ -62,10 +99,12 @@ void check_overlap(const Job& job) {
 }  // namespace
 
 Cast parse_cast(const std::string& name) {
-  if (name == "none") return Cast::none;
-  if (name == "F32_BF16") return Cast::f32_to_bf16;
-  if (name == "BF16_F32") return Cast::bf16_to_f32;
-  refuse("unknown cast '" + name + "': expected none, F32_BF16 or BF16_F32");
+  std::string known;
+  for (size_t i = 0; i < kNumCasts; ++i) {
+    if (name == kCasts[i].name) return static_cast<Cast>(i);
+    known += std::string(" ") + kCasts[i].name;
+  }
+  refuse("unknown cast '" + name + "'; known are" + known);
 }
 
 Place checked_place(int64_t offset, int64_t row_stride, int64_t total_bytes) {
@@ -73,25 +112,26 @@ Place checked_place(int64_t offset, int64_t row_stride, int64_t total_bytes) {
           checked_count(total_bytes, "total_bytes")};
 }
 
-Job checked_job(Bytes source, Rows source_rows, std::optional<Bytes> target, Rows target_rows, int64_t rows,
-                int64_t row_bytes, Cast cast, std::optional<Place> read, std::optional<Place> live) {
+Job checked_job(Bytes source, Rows source_rows, std::optional<Bytes> target, Rows target_rows, const Shape& shape,
+                std::optional<Place> read, std::optional<Place> live) {
   Job job{};
-  job.rows = checked_count(rows, "rows");
-  job.row_bytes = checked_count(row_bytes, "row_bytes");
+  job.rows = checked_count(shape.rows, "rows");
+  job.row_bytes = checked_count(shape.row_bytes, "row_bytes");
+  job.transpose_item = checked_count(shape.transpose_item, "transpose_item");
+  job.cast = shape.cast;
   job.source_stride = checked_count(source_rows.stride, "source_stride");
   job.target_stride = checked_count(target_rows.stride, "target_stride");
-  job.cast = cast;
-  job.target_row_bytes = cast_row_bytes(job.row_bytes, cast);
   job.read = read;
   job.live = live;
+  shape_target(job);
   const size_t source_offset = checked_count(source_rows.offset, "source_offset");
-  check_rows("source", source_offset, job.source_stride, job.rows, job.row_bytes, source.num_bytes);
+  check_source(job, source_offset, source.num_bytes);
   job.source = source.data + source_offset;
   check_place("read_place", read, job.rows, job.row_bytes);
-  check_place("live_place", live, job.rows, job.target_row_bytes);
+  check_place("live_place", live, job.target_rows, job.target_row_bytes);
   if (!target) return job;
   const size_t target_offset = checked_count(target_rows.offset, "target_offset");
-  check_rows("target", target_offset, job.target_stride, job.rows, job.target_row_bytes, target->num_bytes);
+  check_rows("target", target_offset, job.target_stride, job.target_rows, job.target_row_bytes, target->num_bytes);
   job.target = target->data + target_offset;
   check_overlap(job);
   return job;

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cast.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -17,7 +15,6 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words are read as the machine has them");
 
-constexpr size_t kWordBytes = 4;
 constexpr size_t kBlockWords = kBlockBytes / kWordBytes;
 
 Sums sum_scalar(const uint8_t* source, size_t num_words) {
@@ -55,7 +52,7 @@ void copy_sum_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_b
   put_in_one_lane(sums, lanes);
 }
 
-void append_scalar(Lanes& sums, const Gap& gap, const Lanes& next) { append_lanes<1>(sums, gap, next); }
+void add_scalar(WeightedLanes& sums, const Lanes& run, const Gap& words_after) { add_lanes<1>(sums, run, words_after); }
 
 void copy_blocks_scalar(const uint8_t* source, uint8_t* target, size_t num_blocks, Store) {
   std::memcpy(target, source, num_blocks * kBlockBytes);
@@ -69,6 +66,24 @@ void bf16_to_f32_scalar(const uint8_t* source, uint8_t* target, size_t num_value
   cast_bf16_to_f32(source, target, num_values);
 }
 
+void f16_to_f32_scalar(const uint8_t* source, uint8_t* target, size_t num_values) {
+  cast_f16_to_f32(source, target, num_values);
+}
+
+void f32_to_f16_scalar(const uint8_t* source, uint8_t* target, size_t num_values) {
+  cast_f32_to_f16(source, target, num_values);
+}
+
+template <typename Item>
+void transpose_scalar(const uint8_t* rows, size_t row_stride, uint8_t* target, size_t target_stride,
+                      size_t num_columns) {
+  for (size_t column = 0; column < num_columns; ++column, target += target_stride) {
+    for (size_t row = 0; row < kBlockBytes / sizeof(Item); ++row) {
+      std::memcpy(target + row * sizeof(Item), rows + row * row_stride + column * sizeof(Item), sizeof(Item));
+    }
+  }
+}
+
 bool runs_here(const BlockKernels& candidate) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -76,7 +91,7 @@ bool runs_here(const BlockKernels& candidate) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }
-  if (&candidate == &avx2_kernels) return __builtin_cpu_supports("avx2");
+  if (&candidate == &avx2_kernels) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 #endif
   return &candidate == &scalar_kernels;
 }
@@ -98,36 +113,18 @@ std::atomic<const BlockKernels*>& choice_of_kernels() {
   return choice;
 }
 
-// Bytes up to the next block boundary of the target; streamed stores start there.
-size_t bytes_to_boundary(const uint8_t* target) {
-  return (kBlockBytes - reinterpret_cast<uintptr_t>(target) % kBlockBytes) % kBlockBytes;
-}
-
-Sums sum_blocks(const uint8_t* source, size_t num_blocks) {
-  const BlockKernels& chosen = kernels();
-  Lanes lanes;
-  chosen.sum(source, num_blocks, lanes);
-  return combine(lanes, chosen.num_lanes);
-}
-
-Sums copy_sum_blocks(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
-  const BlockKernels& chosen = kernels();
-  Lanes lanes;
-  chosen.copy_sum(source, target, num_blocks, store, lanes);
-  return combine(lanes, chosen.num_lanes);
-}
-
-Sums copy_sum_few(const uint8_t* source, uint8_t* target, size_t num_words) {
-  std::memcpy(target, source, num_words * kWordBytes);
-  return sum_scalar(source, num_words);
-}
-
 }  // namespace
 
-const BlockKernels scalar_kernels = {"scalar",           1,
-                                     sum_blocks_scalar,  copy_sum_blocks_scalar,
-                                     append_scalar,      copy_blocks_scalar,
-                                     f32_to_bf16_scalar, bf16_to_f32_scalar};
+const BlockKernels scalar_kernels = {
+    "scalar",
+    1,
+    sum_blocks_scalar,
+    copy_sum_blocks_scalar,
+    add_scalar,
+    copy_blocks_scalar,
+    {nullptr, f32_to_bf16_scalar, bf16_to_f32_scalar, f16_to_f32_scalar, f32_to_f16_scalar,
+     cast_through_f32<f16_to_f32_scalar, f32_to_bf16_scalar>, cast_through_f32<bf16_to_f32_scalar, f32_to_f16_scalar>},
+    {transpose_scalar<uint8_t>, transpose_scalar<uint16_t>, transpose_scalar<uint32_t>, transpose_scalar<uint64_t>}};
 
 const BlockKernels& kernels() { return *choice_of_kernels().load(std::memory_order_relaxed); }
 
@@ -140,27 +137,8 @@ void use_kernels(const std::string& level) {
   throw std::invalid_argument("no kernels of level '" + level + "' on this machine");
 }
 
-Sums sum_words(const uint8_t* source, size_t num_words) {
-  const size_t num_blocks = num_words / kBlockWords, rest = num_words % kBlockWords;
-  const Sums body = num_blocks == 0 ? Sums{} : sum_blocks(source, num_blocks);
-  if (rest == 0) return body;
-  return append(body, sum_scalar(source + num_blocks * kBlockBytes, rest), rest);
-}
-
-Sums copy_sum_words(const uint8_t* source, uint8_t* target, size_t num_words, Store store) {
-  size_t head = bytes_to_boundary(target) / kWordBytes;
-  if (store == Store::streamed && bytes_to_boundary(target) % kWordBytes != 0) store = Store::cached;
-  if (store == Store::cached) head = 0;
-  head = std::min(head, num_words);
-  Sums sums = copy_sum_few(source, target, head);
-  source += head * kWordBytes;
-  target += head * kWordBytes;
-  const size_t num_blocks = (num_words - head) / kBlockWords, rest = (num_words - head) % kBlockWords;
-  if (num_blocks != 0) {
-    sums = append(sums, copy_sum_blocks(source, target, num_blocks, store), num_blocks * kBlockWords);
-  }
-  if (rest == 0) return sums;
-  return append(sums, copy_sum_few(source + num_blocks * kBlockBytes, target + num_blocks * kBlockBytes, rest), rest);
+size_t bytes_to_boundary(const uint8_t* target) {
+  return (kBlockBytes - reinterpret_cast<uintptr_t>(target) % kBlockBytes) % kBlockBytes;
 }
 
 void copy_bytes(const uint8_t* source, uint8_t* target, size_t num_bytes, Store store) {

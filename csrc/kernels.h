@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cast.h"
 #include "fletcher.h"
 
 namespace fastdeploy_rl {
@@ -13,17 +14,27 @@ namespace fastdeploy_rl {
 // Streamed stores go around the caches: right for more bytes than the caches hold, wrong for fewer.
 enum class Store { cached, streamed };
 
-// What one instruction set offers, over blocks of 64 bytes. A streamed store needs a 64-byte aligned target.
 constexpr size_t kBlockBytes = 64;
+
+// A group of kBlockBytes / item rows becomes columns: one block of the target per column. All pointers and strides are
+// whole blocks; columns are written up to the next 16 bytes of a row.
+using TransposeFunction = void (*)(const uint8_t* rows, size_t row_stride, uint8_t* target, size_t target_stride,
+                                   size_t num_columns);
+
+// What one instruction set offers, over blocks of 64 bytes. A streamed store needs a 64-byte aligned target.
 struct BlockKernels {
   const char* level;
   int num_lanes;
   void (*sum)(const uint8_t* source, size_t num_blocks, Lanes& lanes);
   void (*copy_sum)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store, Lanes& lanes);
-  void (*append)(Lanes& sums, const Gap& gap, const Lanes& next);
+  void (*add)(WeightedLanes& sums, const Lanes& run, const Gap& words_after);
   void (*copy)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store);
-  void (*f32_to_bf16)(const uint8_t* source, uint8_t* target, size_t num_values);
-  void (*bf16_to_f32)(const uint8_t* source, uint8_t* target, size_t num_values);
+  CastFunction casts[kNumCasts];  // In the order of `Cast`; none for Cast::none.
+
+  TransposeFunction transposes[4];  // Of items of 1, 2, 4 and 8 bytes.
+
+  CastFunction cast(Cast cast) const { return casts[static_cast<size_t>(cast)]; }
+  TransposeFunction transpose(size_t item) const { return transposes[item == 8 ? 3 : item / 2]; }
 };
 
 extern const BlockKernels scalar_kernels;
@@ -38,9 +49,9 @@ const BlockKernels& kernels();
 // Takes another level ("scalar", "avx2", "avx512"); std::invalid_argument where this machine lacks it.
 void use_kernels(const std::string& level);
 
-// fletcher4 over whole words, any count.
-Sums sum_words(const uint8_t* source, size_t num_words);
-Sums copy_sum_words(const uint8_t* source, uint8_t* target, size_t num_words, Store store);
+// Bytes up to the next block of the target; streamed stores start there.
+size_t bytes_to_boundary(const uint8_t* target);
+
 void copy_bytes(const uint8_t* source, uint8_t* target, size_t num_bytes, Store store);
 
 // Makes this thread's streamed stores visible before what it stores next.

@@ -5,10 +5,8 @@
 
 #include <immintrin.h>
 
-#include "cast.h"
-
-#define AVX2 __attribute__((target("avx2")))
-#define AVX2_INLINE __attribute__((target("avx2"), always_inline)) inline
+#define AVX2 __attribute__((target("avx2,f16c")))
+#define AVX2_INLINE __attribute__((target("avx2,f16c"), always_inline)) inline
 
 namespace fastdeploy_rl {
 
@@ -82,7 +80,7 @@ void copy_sum(const uint8_t* source, uint8_t* target, size_t num_blocks, Store s
   run(source, target, num_blocks, lanes);
 }
 
-AVX2 void append(Lanes& sums, const Gap& gap, const Lanes& next) { append_lanes<8>(sums, gap, next); }
+AVX2 void add(WeightedLanes& sums, const Lanes& run, const Gap& words_after) { add_lanes<8>(sums, run, words_after); }
 
 AVX2 void copy(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store) {
   if (store == Store::cached) {
@@ -104,9 +102,107 @@ AVX2 void bf16_to_f32(const uint8_t* source, uint8_t* target, size_t num_values)
   cast_bf16_to_f32(source, target, num_values);
 }
 
+AVX2 void f16_to_f32(const uint8_t* source, uint8_t* target, size_t num_values) {
+  size_t i = 0;
+  for (; i + 8 <= num_values; i += 8) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + 2 * i));
+    _mm256_storeu_ps(reinterpret_cast<float*>(target + 4 * i), _mm256_cvtph_ps(halves));
+  }
+  cast_f16_to_f32(source + 2 * i, target + 4 * i, num_values - i);
+}
+
+AVX2 void f32_to_f16(const uint8_t* source, uint8_t* target, size_t num_values) {
+  size_t i = 0;
+  for (; i + 8 <= num_values; i += 8) {
+    const __m256 values = _mm256_loadu_ps(reinterpret_cast<const float*>(source + 4 * i));
+    const __m128i halves = _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 2 * i), halves);
+  }
+  cast_f32_to_f16(source + 4 * i, target + 2 * i, num_values - i);
+}
+
+template <size_t kItem>
+AVX2_INLINE __m256i unpack_low(__m256i x, __m256i y) {
+  switch (kItem) {
+    case 1:
+      return _mm256_unpacklo_epi8(x, y);
+    case 2:
+      return _mm256_unpacklo_epi16(x, y);
+    case 4:
+      return _mm256_unpacklo_epi32(x, y);
+    default:
+      return _mm256_unpacklo_epi64(x, y);
+  }
+}
+
+template <size_t kItem>
+AVX2_INLINE __m256i unpack_high(__m256i x, __m256i y) {
+  switch (kItem) {
+    case 1:
+      return _mm256_unpackhi_epi8(x, y);
+    case 2:
+      return _mm256_unpackhi_epi16(x, y);
+    case 4:
+      return _mm256_unpackhi_epi32(x, y);
+    default:
+      return _mm256_unpackhi_epi64(x, y);
+  }
+}
+
+// 16 bytes of a row in the lower half, and of the row `lane_rows` below it in the upper one.
+AVX2_INLINE __m256i read_lanes(const uint8_t* row, size_t lane_rows) {
+  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + lane_rows));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+// A square of 16 bytes a side in each half. Element (row, column) has the number row * n + column; a round of unpacking
+// rotates the bits of that number by one, so that log2 n rounds swap row and column.
+template <size_t kItem>
+AVX2_INLINE void transpose_squares(__m256i (&rows)[16 / kItem]) {
+  constexpr size_t kSide = 16 / kItem;
+#pragma GCC unroll 4
+  for (size_t round = 1; round < kSide; round *= 2) {
+    __m256i turned[kSide];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kSide / 2; ++i) {
+      turned[2 * i] = unpack_low<kItem>(rows[i], rows[i + kSide / 2]);
+      turned[2 * i + 1] = unpack_high<kItem>(rows[i], rows[i + kSide / 2]);
+    }
+#pragma GCC unroll 16
+    for (size_t i = 0; i < kSide; ++i) rows[i] = turned[i];
+  }
+}
+
+template <size_t kItem>
+AVX2 void transpose(const uint8_t* rows, size_t row_stride, uint8_t* target, size_t target_stride, size_t num_columns) {
+  constexpr size_t kSide = 16 / kItem;
+  for (size_t column = 0; column < num_columns; column += kSide, rows += 16, target += kSide * target_stride) {
+    for (size_t half = 0; half < 2; ++half) {
+      __m256i square[kSide];
+#pragma GCC unroll 16
+      for (size_t i = 0; i < kSide; ++i) {
+        square[i] = read_lanes(rows + (2 * half * kSide + i) * row_stride, kSide * row_stride);
+      }
+      transpose_squares<kItem>(square);
+#pragma GCC unroll 16
+      for (size_t i = 0; i < kSide; ++i) write<Store::cached>(target + i * target_stride + 32 * half, square[i]);
+    }
+  }
+}
+
 }  // namespace
 
-const BlockKernels avx2_kernels = {"avx2", 8, sum, copy_sum, append, copy, f32_to_bf16, bf16_to_f32};
+const BlockKernels avx2_kernels = {
+    "avx2",
+    8,
+    sum,
+    copy_sum,
+    add,
+    copy,
+    {nullptr, f32_to_bf16, bf16_to_f32, f16_to_f32, f32_to_f16, cast_through_f32<f16_to_f32, f32_to_bf16>,
+     cast_through_f32<bf16_to_f32, f32_to_f16>},
+    {transpose<1>, transpose<2>, transpose<4>, transpose<8>}};
 
 }  // namespace fastdeploy_rl
 

@@ -161,13 +161,13 @@ struct Region {
 std::shared_ptr<Region> make_region(const py::object& source, int64_t source_offset, int64_t source_stride,
                                     int64_t rows, int64_t row_bytes, const py::object& target, int64_t target_offset,
                                     int64_t target_stride, const std::string& cast, std::optional<Place> read_place,
-                                    std::optional<Place> live_place) {
+                                    std::optional<Place> live_place, int64_t transpose_item) {
   BufferView from(source, Access::read);
   std::optional<BufferView> to;
   if (!target.is_none()) to.emplace(target, Access::write);
-  const Job job =
-      checked_job(from.bytes(), {source_offset, source_stride}, to ? std::optional<Bytes>(to->bytes()) : std::nullopt,
-                  {target_offset, target_stride}, rows, row_bytes, parse_cast(cast), read_place, live_place);
+  const Job job = checked_job(from.bytes(), {source_offset, source_stride},
+                              to ? std::optional<Bytes>(to->bytes()) : std::nullopt, {target_offset, target_stride},
+                              {rows, row_bytes, parse_cast(cast), transpose_item}, read_place, live_place);
   return std::shared_ptr<Region>(new Region{std::move(from), std::move(to), job});
 }
 
@@ -201,7 +201,7 @@ void bind_transfer(py::module_& m) {
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::is_final())
       .def(py::init(&make_region), py::kw_only(), "source"_a, "source_offset"_a, "source_stride"_a, "rows"_a,
            "row_bytes"_a, "target"_a = py::none(), "target_offset"_a = 0, "target_stride"_a = 0, "cast"_a = "none",
-           "read_place"_a = py::none(), "live_place"_a = py::none());
+           "read_place"_a = py::none(), "live_place"_a = py::none(), "transpose_item"_a = 0);
   m.def("transfer", transfer, "regions"_a, "num_threads"_a);
 }
 

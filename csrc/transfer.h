@@ -8,16 +8,6 @@
 
 namespace fastdeploy_rl {
 
-struct JobSums {
-  Sums read, live;
-
-  JobSums& operator+=(const JobSums& other) {
-    read += other.read;
-    live += other.live;
-    return *this;
-  }
-};
-
 // std::invalid_argument when num_threads < 1. Sums of places that a job does not have are zero.
 std::vector<JobSums> run_jobs(const std::vector<const Job*>& jobs, int num_threads);
 

@@ -135,10 +135,16 @@ class Region:
     the source), from `source` to `target`, with an optional cast.
 
     `source` / `target` are C-contiguous buffers, held until the Region dies. `target=None` writes nothing: both
-    checksums are computed as if it did. `cast`: "none", "F32_BF16" (round to nearest even, NaN stays NaN) or
-    "BF16_F32". `target` rows have row_bytes, half or double. `read_place` places the source bytes, `live_place` the
-    bytes as written to the target (after the cast); None: not computed. The ranges from the first to the last byte of
-    source and target must not overlap."""
+    checksums are computed as if it did. `cast`: "none", or one of F32_BF16 BF16_F32 F16_F32 F32_F16 F16_BF16 BF16_F16
+    (round to nearest even, overflow to infinity, subnormals exact, NaN stays NaN and is made quiet). `target` rows have
+    row_bytes, half or double. `read_place` places the source bytes, `live_place` the bytes as written to the target
+    (after the cast); None: not computed. The ranges from the first to the last byte of source and target must not
+    overlap. `source_stride` 0 without a `read_place` takes the same row again and again.
+
+    `transpose_item`: 0, or the bytes of one source element (1, 2, 4, 8; those of the type that is cast). Then the
+    source is a matrix of `rows` x (row_bytes / transpose_item) elements, and the target its transpose: row_bytes /
+    transpose_item rows of `rows` elements, `target_stride` apart. `read_place` places rows of the source, `live_place`
+    rows of the target."""
 
     def __init__(
         self,
@@ -154,6 +160,7 @@ class Region:
         cast: str = "none",
         read_place: Place | None = None,
         live_place: Place | None = None,
+        transpose_item: int = 0,
     ) -> None: ...
 
 Sums = tuple[int, int, int, int]

@@ -24,7 +24,8 @@ _NUMPY: Final[dict[str, np.dtype[Any]]] = {
 }
 DTYPES: Final = tuple(_NUMPY)
 
-_CASTS: Final = {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
+_FLOATS: Final = ("F32", "F16", "BF16")
+"""These may become each other; the core names a cast by its two sides."""
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -42,6 +43,8 @@ def itemsize(dtype: str) -> int:
 
 
 def cast_between(source: str, target: str) -> str | None:
-    """How bytes of `source` become `target`, as the native core names it: "none" where equal, "F32_BF16", "BF16_F32";
-    None where nothing may turn the one into the other."""
-    return "none" if source == target else _CASTS.get((source, target))
+    """How bytes of `source` become `target`, as the native core names it: "none" where equal, "F32_BF16" and so on
+    among F32, F16 and BF16; None where nothing may turn the one into the other."""
+    if source == target:
+        return "none"
+    return f"{source}_{target}" if source in _FLOATS and target in _FLOATS else None

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fastdeploy_rl._native import Region, transfer
 from fastdeploy_rl.dtypes import DTYPES, cast_between, itemsize, numpy_dtype
 from fastdeploy_rl.errors import ConfigurationError
 
@@ -28,6 +29,20 @@ def test_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
         itemsize(name)
 
 
-def test_only_equal_types_and_f32_with_bf16_may_become_each_other() -> None:
+def test_only_equal_types_and_the_three_floats_may_become_each_other() -> None:
     allowed = {(x, y): cast_between(x, y) for x in DTYPES for y in DTYPES if cast_between(x, y) is not None}
-    assert allowed == {(x, x): "none" for x in DTYPES} | {("F32", "BF16"): "F32_BF16", ("BF16", "F32"): "BF16_F32"}
+    floats = {(x, y): f"{x}_{y}" for x in ("F32", "F16", "BF16") for y in ("F32", "F16", "BF16") if x != y}
+    assert allowed == {(x, x): "none" for x in DTYPES} | floats
+
+
+@pytest.mark.parametrize("pair", [("F32", "F16"), ("F32", "BF16"), ("F16", "BF16")])
+def test_the_core_knows_every_cast_by_its_name(pair: tuple[str, str]) -> None:
+    for source, target in (pair, pair[::-1]):
+        cast = cast_between(source, target)
+        assert cast is not None
+        values, out = np.zeros(itemsize(source), np.uint8), np.ones(itemsize(target), np.uint8)
+        region = Region(
+            source=values, source_offset=0, source_stride=0, rows=1, row_bytes=values.size, target=out, cast=cast
+        )
+        transfer([region], 1)
+        assert not out.any()

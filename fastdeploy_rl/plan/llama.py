@@ -1,8 +1,9 @@
-"""How Llama-type models (Qwen2 and Qwen3 among them) are split over tensor-parallel ranks, by parameter name.
+"""How Llama-type models (Llama, Qwen2, Qwen3) are split over tensor-parallel ranks, by parameter name.
 
 Paddle's layout: linear weights are [in, out], embeddings and the head [vocab, hidden]. Column-parallel layers split
-their outputs (and so their biases), row-parallel ones their inputs, both vocabulary tensors their rows; norms are
-whole on every rank.
+their outputs, and their biases with them; row-parallel ones split their inputs, so that their biases, which are added
+to the sum of all ranks, are whole. Both vocabulary tensors split their rows. Norms are whole on every rank, those of
+single heads too.
 """
 
 import re
@@ -16,7 +17,8 @@ _SHARDED = re.compile(
 
 
 def shard_axis(name: str) -> int | None:
-    """The axis along which the parameter of that name is split; None for norms and for names Llama does not have."""
+    """The axis along which the parameter of that name is split; None for norms, for biases of row-parallel layers and
+    for names these models do not have."""
     match = _SHARDED.fullmatch(name)
     if match is None:
         return None

@@ -1,6 +1,7 @@
 """Checkpoints: every slice of every layout and dtype exact, and a broken one is one clear error."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,13 @@ from fastdeploy_rl.engines.embedded.model_config import read_config
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture
@@ -196,23 +204,91 @@ def test_wrong_tensor_is_named(directory: Path, change: Callable[[dict], object]
 
 def test_tied_head_with_another_value_is_refused(directory: Path) -> None:
     change_config(directory, tie_word_embeddings=True)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        Checkpoint.open(directory)
+    with (
+        Checkpoint.open(directory) as checkpoint,
+        pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"),
+    ):
+        checkpoint.load(0, 1)
+
+
+def test_tied_head_is_compared_where_this_rank_has_it(directory: Path) -> None:
+    """Rows of other ranks are not read."""
+    expected = stored(directory)["model.embed_tokens.weight"]
+    header, data = read_header(directory / "model.safetensors")
+    start = header["lm_head.weight"]["data_offsets"][0]
+    head = expected.copy()
+    head[-1] += 1
+    data = data[:start] + head.tobytes() + data[start + head.nbytes :]
+    write_file(directory / "model.safetensors", header, data)
+    change_config(directory, tie_word_embeddings=True)
+    with Checkpoint.open(directory) as checkpoint:
+        views = checkpoint.load(0, 2)
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
+            checkpoint.load(1, 2)
+    assert np.array_equal(views["model.embed_tokens.weight"].numpy(), expected[:48])
 
 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({LAYER: "../model.safetensors"}, "expected a file name in this directory"),
-        ({LAYER: "gone.safetensors"}, "gone.safetensors: No such file"),
+        ({LAYER: "../model.safetensors"}, r"expected the name of a \.safetensors file in this directory, got '\.\./"),
+        ({LAYER: "/etc/model.safetensors"}, r"expected the name of a \.safetensors file"),
+        ({LAYER: ".."}, r"expected the name of a \.safetensors file"),
+        ({LAYER: "config.json"}, r"expected the name of a \.safetensors file"),
+        ({LAYER: 7}, r"expected the name of a \.safetensors file in this directory, got 7"),
+        ({LAYER: "gone.safetensors", "odd": "model.safetensors"}, "gone.safetensors: No such file, but .*index.json"),
+        ({LAYER: "pipe.safetensors", "odd": "model.safetensors"}, "pipe.safetensors: not a regular file"),
+        ({LAYER: "model.safetensors"}, "is here, but model.safetensors.index.json does not name it"),
+        ({LAYER: "other.safetensors"}, "model.safetensors and model.safetensors.index.json are both here"),
         ({"odd": "model.safetensors"}, "tensor odd is missing"),
         ([], "weight_map: expected an object"),
     ],
 )
 def test_broken_index_is_named(directory: Path, weight_map: object, message: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    os.mkfifo(directory / "pipe.safetensors")
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(directory)
+
+
+def test_tensor_in_two_shards_names_file_and_tensor(directory: Path) -> None:
+    split_into_shards(directory)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(name for name, shard in index.items() if shard == "part-0.safetensors")
+    header, data = read_header(directory / "part-1.safetensors")
+    other_header, other_data = read_header(directory / "part-0.safetensors")
+    start, stop = other_header[name]["data_offsets"]
+    header[name] = other_header[name] | {"data_offsets": [len(data), len(data) + stop - start]}
+    write_file(directory / "part-1.safetensors", header, data + other_data[start:stop])
+    message = rf"part-1\.safetensors: tensor {name} is here, but .*index\.json says that it is in part-0\.safetensors"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(directory)
+
+
+def test_weights_that_the_index_does_not_name_are_not_read_and_said(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = stored(directory)
+    split_into_shards(directory)
+    (directory / "consolidated.safetensors").write_bytes(b"of another tool")
+    actual = stored(directory)
+    assert all(np.array_equal(actual[name], value) for name, value in expected.items())
+    assert "fault=unused_weights" in caplog.text
+    assert "consolidated.safetensors" in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
+def test_vocabulary_that_does_not_divide_is_padded_with_zeros(tmp_path: Path, num_ranks: int) -> None:
+    directory = make_checkpoint(tmp_path / "model", vocab_size=97)
+    expected = stored(directory)
+    padded = -(-97 // num_ranks) * num_ranks
+    with Checkpoint.open(directory) as checkpoint:
+        ranks = [checkpoint.load(rank, num_ranks) for rank in range(num_ranks)]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        joined = np.concatenate([views[name].numpy() for views in ranks])
+        assert joined.shape == (padded, 48)
+        assert np.array_equal(joined[:97], expected[name])
+        assert not joined[97:].any()
 
 
 @pytest.mark.parametrize(
@@ -221,16 +297,31 @@ def test_broken_index_is_named(directory: Path, weight_map: object, message: str
         (
             {"model_type": "mamba"},
             ConfigurationError,
-            "model_type: this engine computes 'llama', the model needs 'mamba'",
+            "model_type: this engine computes 'llama', 'qwen2', 'qwen3', the model needs 'mamba'",
         ),
         ({"hidden_act": "gelu"}, ConfigurationError, "hidden_act"),
-        ({"attention_bias": True}, ConfigurationError, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ConfigurationError, "rope_scaling: .*'llama3'"),
+        ({"model_type": None}, ConfigurationError, "model_type: .* the model needs None"),
+        ({"model_type": ["llama"]}, ConfigurationError, "model_type: .* the model needs .'llama'."),
+        ({"use_sliding_window": True}, ConfigurationError, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ConfigurationError, "layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, ConfigurationError, "quantization_config: .*fp8"),
+        ({"partial_rotary_factor": 0.5}, ConfigurationError, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ConfigurationError, "rope_scaling: .* needs 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ConfigurationError, "rope_scaling: .* needs 'linear'"),
+        ({"rope_scaling": ["llama3"]}, ConfigurationError, "rope_scaling"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ConfigurationError, "rope_parameters: .*whole heads"),
+        ({"rope_parameters": {"full_attention": {}}}, ConfigurationError, "rope_parameters: .*in all layers"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, CheckpointError, "low_freq_factor: expected a positive number"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, CheckpointError, "4.0 must be less than high_freq"),
+        ({"rope_scaling": LLAMA3 | {"factor": "8"}}, CheckpointError, "factor: expected a positive number, got '8'"),
+        ({"attention_bias": "no"}, CheckpointError, "attention_bias: expected true or false"),
+        ({"hidden_size": 50}, CheckpointError, "num_attention_heads 6 does not divide hidden_size 50"),
         ({"hidden_size": "48"}, CheckpointError, "hidden_size: expected a positive integer, got '48'"),
         ({"vocab_size": 0}, CheckpointError, "vocab_size: expected a positive integer, got 0"),
         ({"rms_norm_eps": -1}, CheckpointError, "rms_norm_eps: expected a positive number"),
         ({"tie_word_embeddings": 1}, CheckpointError, "tie_word_embeddings: expected true or false"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id: expected a token id"),
+        ({"num_attention_heads": 5}, CheckpointError, "num_attention_heads 5 does not divide hidden_size 48"),
         ({"num_key_value_heads": 4}, CheckpointError, "num_key_value_heads 4 does not divide num_attention_heads 6"),
         ({"head_dim": 7}, CheckpointError, "head_dim: rotary embeddings need an even size"),
     ],
@@ -261,6 +352,20 @@ def test_rank_count_that_does_not_divide_names_what_and_what_would(directory: Pa
     message = rf"does not split over {num_ranks} ranks: .*num_attention_heads 6.*can be 1, 2, 3, 6"
     with pytest.raises(ConfigurationError, match=message):
         read_config(directory).check_divides(num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "head_dim", "positions"),
+    [("llama", 64, 32, 2048), ("qwen2", 32, 32, 32768), ("qwen3", 32, 128, 32768)],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(
+    directory: Path, kind: str, kv_heads: int, head_dim: int, positions: int
+) -> None:
+    sizes = {"hidden_size": 2048, "num_attention_heads": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 96} | sizes))
+    read = read_config(directory)
+    assert (read.num_key_value_heads, read.head_dim, read.max_position_embeddings) == (kv_heads, head_dim, positions)
+    assert (read.rms_norm_eps, read.rope_theta, read.tie_word_embeddings) == (1e-6, 10000.0, False)
 
 
 def test_stop_tokens_of_both_files_count(directory: Path) -> None:

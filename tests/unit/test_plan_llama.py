@@ -1,4 +1,4 @@
-"""How Llama's parameters are split."""
+"""How the parameters of Llama, Qwen2 and Qwen3 are split."""
 
 import pytest
 
@@ -17,11 +17,20 @@ AXES = {
     "model.layers.1.input_layernorm.weight": None,
     "model.layers.1.post_attention_layernorm.weight": None,
     "model.norm.weight": None,
+    "model.layers.0.self_attn.q_proj.bias": 0,
+    "model.layers.12.self_attn.k_proj.bias": 0,
+    "model.layers.0.self_attn.v_proj.bias": 0,
+    "model.layers.0.self_attn.o_proj.bias": None,
+    "model.layers.0.self_attn.q_norm.weight": None,
+    "model.layers.0.self_attn.k_norm.weight": None,
+    "model.layers.0.mlp.gate_proj.bias": 0,
+    "model.layers.0.mlp.up_proj.bias": 0,
+    "model.layers.0.mlp.down_proj.bias": None,
 }
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_columns_rows_vocabulary_and_norms(name: str) -> None:
+def test_columns_rows_vocabulary_biases_and_norms(name: str) -> None:
     assert shard_axis(name) == AXES[name]
 
 

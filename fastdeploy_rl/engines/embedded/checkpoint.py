@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of Llama models: read into engine layout, slice by slice, and written back.
+"""Hugging Face checkpoints, in one file or in shards: read into engine layout, slice by slice, and written back.
 
 Owns the translation between the two layouts (Hugging Face keeps linear weights as [out, in], the engine as [in, out])
 and the check that a checkpoint holds exactly the model its config.json describes. Knows nothing of Paddle or of other
@@ -7,9 +7,10 @@ float32, exact for F32, BF16 and F16 sources.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,8 @@ from fastdeploy_rl.engines.embedded.model_config import (
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.tensor_view import TensorView
+
+_log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 
@@ -73,23 +76,29 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Floats]]:
         """Every tensor whole, in engine layout, one fresh float32 array at a time; a tied head is left out."""
-        for spec in self._stored_specs():
+        self._check_tied_head(0, 1)
+        for spec in self._stored_specs(1):
             yield spec.name, np.array(self._slice(spec, 0, 1), dtype=np.float32, order="C")
 
     def load(self, rank: int, num_ranks: int) -> dict[str, TensorView]:
         """This rank's slices in one fresh arena of private memory; reads only what lies in them. A tied head is left
-        out. ConfigurationError where the model does not split over `num_ranks`."""
+        out; rows by which the vocabulary is padded are zero. ConfigurationError where the model does not split over
+        `num_ranks`."""
         self.config.check_divides(num_ranks)
-        views = _place({spec.name: local_shape(spec, num_ranks) for spec in self._stored_specs()})
-        for spec in self._stored_specs():
-            np.copyto(views[spec.name].numpy(), self._slice(spec, rank, num_ranks))
+        self._check_tied_head(rank, num_ranks)
+        specs = list(self._stored_specs(num_ranks))
+        views = _place({spec.name: local_shape(spec, num_ranks) for spec in specs})
+        for spec in specs:
+            target, source = views[spec.name].numpy(), self._slice(spec, rank, num_ranks)
+            target[: len(source)] = source
+            target[len(source) :] = 0
         return views
 
-    def _stored_specs(self) -> Iterator[ParameterSpec]:
-        return (spec for spec in self.specs if spec.coverage is Coverage.UPDATED)
+    def _stored_specs(self, num_ranks: int) -> Iterator[ParameterSpec]:
+        return (spec for spec in parameter_specs(self.config, num_ranks) if spec.coverage is Coverage.UPDATED)
 
     def _slice(self, spec: ParameterSpec, rank: int, num_ranks: int) -> npt.NDArray[np.generic]:
-        """In engine layout; a strided view of the mapped file unless it had to be widened."""
+        """In engine layout, without padding; a strided view of the mapped file unless it had to be widened."""
         whole = self._stored(spec.name)
         whole = whole.T if _is_linear(spec) else whole
         if spec.shard_axis is None:
@@ -103,7 +112,7 @@ class Checkpoint:
 
     def _check_tensors(self) -> None:
         expected = {spec.name: spec for spec in self.specs}
-        missing = [spec.name for spec in self._stored_specs() if spec.name not in self.files]
+        missing = [spec.name for spec in self._stored_specs(1) if spec.name not in self.files]
         surplus = [name for name in self.files if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
         if missing or surplus:
             raise CheckpointError(
@@ -112,8 +121,6 @@ class Checkpoint:
             )
         for name in expected.keys() & self.files.keys():
             self._check_tensor(expected[name])
-        if HEAD in self.files and self.config.tie_word_embeddings:
-            self._check_tied_head()
 
     def _check_tensor(self, spec: ParameterSpec) -> None:
         file = self.files[spec.name]
@@ -128,8 +135,13 @@ class Checkpoint:
                 f"{file.path}: tensor {spec.name}: expected dtype {' or '.join(SOURCE_DTYPES)}, got {stored.dtype}"
             )
 
-    def _check_tied_head(self) -> None:
-        if not np.array_equal(_widen(self._stored(HEAD)), _widen(self._stored(EMBEDDING))):
+    def _check_tied_head(self, rank: int, num_ranks: int) -> None:
+        """A head that is there although it is tied: this rank's rows must be the embedding's."""
+        if HEAD not in self.files or not self.config.tie_word_embeddings:
+            return
+        embedding = next(iter(parameter_specs(self.config, num_ranks)))
+        head = replace(embedding, name=HEAD)
+        if not np.array_equal(self._slice(head, rank, num_ranks), self._slice(embedding, rank, num_ranks)):
             raise CheckpointError(
                 f"{self.files[HEAD].path}: tensor {HEAD} differs from {EMBEDDING}, "
                 f"but config.json ties them (tie_word_embeddings)"
@@ -173,7 +185,7 @@ def _widen(values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 
 def _place(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
-    """Uninitialised views one after another in a new private mapping."""
+    """Views without content one after another in a new private mapping."""
     sizes = [-(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
     arena = _native.Mapping.private(sum(sizes))
     offsets = accumulate(sizes, initial=0)
@@ -185,27 +197,67 @@ def _place(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
 
 def _map_files(directory: Path) -> dict[str, FileMap]:
     """Tensor name -> the file that has it, by the index where there is one."""
-    if not (directory / INDEX_FILE).exists():
-        file = FileMap.open(directory / WEIGHTS_FILE)
+    index = directory / INDEX_FILE
+    if not index.exists():
+        file = _open_file(directory / WEIGHTS_FILE)
         return dict.fromkeys(file.tensors, file)
-    shards = _shards(directory)
-    opened = {shard: FileMap.open(directory / shard) for shard in sorted(set(shards.values()))}
+    shards = _shards(index)
+    _look_for_other_files(index, set(shards.values()))
+    opened = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
         if name not in opened[shard].tensors:
             raise CheckpointError(f"{directory / shard}: tensor {name} is missing, {INDEX_FILE} says that it is here")
+    for shard, file in opened.items():
+        _check_shard(file, {name for name, its_shard in shards.items() if its_shard == shard}, shards)
     return {name: opened[shard] for name, shard in shards.items()}
 
 
-def _shards(directory: Path) -> dict[str, str]:
-    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
+def _open_file(path: Path) -> FileMap:
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")  # a pipe would be waited for without an end
+    return FileMap.open(path)
+
+
+def _open_shard(index: Path, shard: str) -> FileMap:
+    path = index.with_name(shard)
+    if not path.exists():
         raise CheckpointError(
-            f"{directory / INDEX_FILE}: weight_map: expected an object, got {type(weight_map).__name__}"
+            f"{path}: No such file, but {INDEX_FILE} names it; the checkpoint is incomplete, get it again"
         )
+    return _open_file(path)
+
+
+def _check_shard(file: FileMap, expected: set[str], shards: Mapping[str, str]) -> None:
+    """No tensor that the index places elsewhere, or nowhere: which of two would count, nobody could say."""
+    for name in file.tensors.keys() - expected:
+        where = (
+            f"{INDEX_FILE} says that it is in {shards[name]}" if name in shards else f"{INDEX_FILE} does not name it"
+        )
+        raise CheckpointError(f"{file.path}: tensor {name} is here, but {where}; files of two checkpoints are mixed")
+
+
+def _look_for_other_files(index: Path, shards: set[str]) -> None:
+    """Weights beside those of the index: `model.safetensors` would be read instead of them elsewhere; others are
+    said and not read."""
+    unused = sorted(path.name for path in index.parent.glob("*.safetensors") if path.name not in shards)
+    if WEIGHTS_FILE in unused:
+        raise CheckpointError(
+            f"{index.parent}: {WEIGHTS_FILE} and {INDEX_FILE} are both here, and the index does not name the file; "
+            f"remove the one that is not meant"
+        )
+    if unused:
+        _log.warning("fault=unused_weights directory=%s files=%s", index.parent, _listed(unused))
+
+
+def _shards(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: weight_map: expected an object, got {type(weight_map).__name__}")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{directory / INDEX_FILE}: weight_map: {name}: expected a file name in this directory, got {shard!r}"
+                f"{index}: weight_map: {name}: expected the name of a .safetensors file in this directory, "
+                f"got {shard!r:.200}"
             )
     return weight_map
 

@@ -1,4 +1,4 @@
-"""A Llama decoder in plain Paddle operators, one tensor-parallel shard of it.
+"""A Llama, Qwen2 or Qwen3 decoder in plain Paddle operators, one tensor-parallel shard of it.
 
 Owns the forward pass and the parameters as a flat table of plain tensors over memory of somebody else's. Knows nothing
 of requests or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing but
@@ -18,7 +18,7 @@ import paddle
 
 from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.engines.embedded.kv_cache import KVCache, LayerCache
-from fastdeploy_rl.engines.embedded.model_config import EMBEDDING, FINAL_NORM, HEAD, ModelConfig
+from fastdeploy_rl.engines.embedded.model_config import EMBEDDING, FINAL_NORM, HEAD, ModelConfig, RopeScaling
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS
 from fastdeploy_rl.engines.embedded.scheduler import SequenceSlice, Step
 from fastdeploy_rl.errors import LifecycleError
@@ -31,31 +31,27 @@ Tensor: TypeAlias = paddle.Tensor
 ops: Any = paddle._C_ops
 
 
+class Linear(NamedTuple):
+    """`weight`: [in, out] of this rank. `bias`: [out]; of a row-parallel layer, added once the ranks' sum is there."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class LayerParameters(NamedTuple):
-    """One decoder layer's slices, in the order of `LAYER_NAMES`."""
+    """One decoder layer's slices. `q_norm`, `k_norm`: over single heads, where the model has them."""
 
     input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
     post_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-
-
-LAYER_NAMES = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 class Parameters(NamedTuple):
@@ -93,7 +89,7 @@ class StepInputs(NamedTuple):
     logit_rows: list[int]
 
 
-class LlamaModel:
+class DecoderModel:
     """Rank `rank` of `num_ranks`. `bind` before `forward`; a forward pass is a meeting of all ranks."""
 
     def __init__(self, config: ModelConfig, rank: int, num_ranks: int, collectives: Collectives | None) -> None:
@@ -102,7 +98,7 @@ class LlamaModel:
         self._collectives = collectives
         self._num_heads = config.num_attention_heads // num_ranks
         self._num_kv_heads = config.num_key_value_heads // num_ranks
-        self._first_token = rank * (config.vocab_size // num_ranks)
+        self._first_token = rank * (config.padded_vocab_size(num_ranks) // num_ranks)
         self._parameters: Parameters | None = None
         self._cosines, self._sines = _rotary_tables(config)
         self._swap_halves = _swap_halves_matrix(config.head_dim)
@@ -115,7 +111,7 @@ class LlamaModel:
         self._parameters = Parameters(
             embedding=views[EMBEDDING].numpy(),
             layers=tuple(
-                LayerParameters(*(tensors[f"model.layers.{index}.{name}.weight"] for name in LAYER_NAMES))
+                _layer_parameters(tensors, f"model.layers.{index}.", self._config)
                 for index in range(self._config.num_hidden_layers)
             ),
             final_norm=tensors[FINAL_NORM],
@@ -151,16 +147,20 @@ class LlamaModel:
 
     def _attend(self, hidden: Tensor, layer: LayerParameters, cache: LayerCache, inputs: StepInputs) -> Tensor:
         normed = self._normalize(hidden, layer.input_norm)
-        query_key = ops.concat([_project(normed, layer.q), _project(normed, layer.k)], -1)
-        query_key = self._rotate(query_key, inputs)
+        query, key = self._heads(normed, layer.q, layer.q_norm), self._heads(normed, layer.k, layer.k_norm)
+        query_key = self._rotate(ops.concat([query, key], 1), inputs)
         self._store(query_key, _project(normed, layer.v), cache, inputs.slots)
         attended = [self._attend_group(query_key, cache, group) for group in inputs.groups]
         joined = attended[0] if len(attended) == 1 else ops.concat(attended, 0)
-        return ops.add(hidden, self._all_reduce(_project(joined, layer.o)))
+        return ops.add(hidden, self._project_and_sum(joined, layer.o))
 
-    def _rotate(self, query_key: Tensor, inputs: StepInputs) -> Tensor:
-        """Rotary embedding in halves, x cos + (-x2, x1) sin; -> [rows, q + k heads, head_dim]."""
-        heads = ops.reshape(query_key, [-1, self._num_heads + self._num_kv_heads, self._config.head_dim])
+    def _heads(self, normed: Tensor, linear: Linear, norm: Tensor | None) -> Tensor:
+        """-> [rows, heads of the projection, head_dim]"""
+        heads = ops.reshape(_project(normed, linear), [normed.shape[0], -1, self._config.head_dim])
+        return heads if norm is None else self._normalize(heads, norm)
+
+    def _rotate(self, heads: Tensor, inputs: StepInputs) -> Tensor:
+        """Rotary embedding in halves, x cos + (-x2, x1) sin, of [rows, q + k heads, head_dim]."""
         swapped = ops.matmul(heads, self._swap_halves, False, False)
         return ops.add(ops.multiply(heads, inputs.cosines), ops.multiply(swapped, inputs.sines))
 
@@ -187,17 +187,19 @@ class LlamaModel:
     def _feed_forward(self, hidden: Tensor, layer: LayerParameters) -> Tensor:
         normed = self._normalize(hidden, layer.post_norm)
         inner = ops.swiglu(_project(normed, layer.gate), _project(normed, layer.up))
-        return ops.add(hidden, self._all_reduce(_project(inner, layer.down)))
+        return ops.add(hidden, self._project_and_sum(inner, layer.down))
 
     def _normalize(self, hidden: Tensor, weight: Tensor) -> Tensor:
         mean_square = ops.mean(ops.multiply(hidden, hidden), [-1], True)
         scale = ops.rsqrt(ops.scale(mean_square, 1.0, self._config.rms_norm_eps, True))
         return ops.multiply(ops.multiply(hidden, scale), weight)
 
-    def _all_reduce(self, partial: Tensor) -> Tensor:
+    def _project_and_sum(self, inputs: Tensor, linear: Linear) -> Tensor:
+        """A row-parallel layer: each rank has a part of the inputs, all get the sum."""
+        partial = ops.matmul(inputs, linear.weight, False, False)
         if self._collectives is not None:
             self._collectives.all_reduce(_numpy_view(partial))
-        return partial
+        return partial if linear.bias is None else ops.add(partial, linear.bias)
 
     def _logits(self, hidden: Tensor, rows: list[int], parameters: Parameters) -> Floats:
         if len(rows) < hidden.shape[0]:
@@ -206,7 +208,8 @@ class LlamaModel:
         if self._collectives is None:
             return own
         gathered = self._collectives.all_gather(own).reshape(-1, *own.shape)
-        return np.concatenate(list(gathered), axis=1)
+        whole: Floats = np.concatenate(list(gathered), axis=1)
+        return whole[:, : self._config.vocab_size]
 
     def _inputs(self, step: Step) -> StepInputs:
         positions = np.concatenate([np.arange(part.start, part.start + len(part.token_ids)) for part in step.slices])
@@ -230,8 +233,32 @@ class LlamaModel:
         return array_tensor(cosines), array_tensor(self._sines[positions][:, None, :] * scale)
 
 
-def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    return ops.matmul(hidden, weight, False, False)
+def _project(hidden: Tensor, linear: Linear) -> Tensor:
+    outputs = ops.matmul(hidden, linear.weight, False, False)
+    return outputs if linear.bias is None else ops.add(outputs, linear.bias)
+
+
+def _layer_parameters(tensors: Mapping[str, Tensor], prefix: str, config: ModelConfig) -> LayerParameters:
+    def linear(name: str, has_bias: bool) -> Linear:
+        name = prefix + name
+        return Linear(tensors[name + ".weight"], tensors[name + ".bias"] if has_bias else None)
+
+    def head_norm(name: str) -> Tensor | None:
+        return tensors[prefix + name] if config.has_qk_norm else None
+
+    return LayerParameters(
+        input_norm=tensors[prefix + "input_layernorm.weight"],
+        q=linear("self_attn.q_proj", config.has_qkv_bias),
+        k=linear("self_attn.k_proj", config.has_qkv_bias),
+        v=linear("self_attn.v_proj", config.has_qkv_bias),
+        q_norm=head_norm("self_attn.q_norm.weight"),
+        k_norm=head_norm("self_attn.k_norm.weight"),
+        o=linear("self_attn.o_proj", config.has_output_bias),
+        post_norm=tensors[prefix + "post_attention_layernorm.weight"],
+        gate=linear("mlp.gate_proj", config.has_mlp_bias),
+        up=linear("mlp.up_proj", config.has_mlp_bias),
+        down=linear("mlp.down_proj", config.has_mlp_bias),
+    )
 
 
 def _tensors(views: Mapping[str, TensorView]) -> dict[str, Tensor]:
@@ -257,10 +284,21 @@ def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
     """cos and sin of position x frequency for every position,
     [positions, head_dim]: both halves alike, as Hugging Face has it."""
     frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_scaling is not None:
+        frequencies = _stretched(frequencies, config.rope_scaling)
     positions = np.arange(config.max_position_embeddings, dtype=np.float32)
     angles = np.outer(positions, frequencies.astype(np.float32)).astype(np.float32)
     both = np.concatenate([angles, angles], axis=1)
     return np.cos(both), np.sin(both)
+
+
+def _stretched(frequencies: npt.NDArray[np.float64], scaling: RopeScaling) -> npt.NDArray[np.float64]:
+    """Long wavelengths divided by the factor, short ones kept, those between blended (`_compute_llama3_parameters` of
+    transformers' modeling_rope_utils)."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def _swap_halves_matrix(head_dim: int) -> Tensor:

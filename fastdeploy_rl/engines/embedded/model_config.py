@@ -1,13 +1,13 @@
-"""The shape of a Llama-type model: read from a Hugging Face `config.json`, checked once, never changed.
+"""The shape of a Llama, Qwen2 or Qwen3 model: read from a Hugging Face `config.json`, checked once, never changed.
 
 Owns which models this engine can run and how they split over ranks. Knows nothing of Paddle or of files of weights.
 Invariant: a `ModelConfig` that exists describes a model this engine computes exactly; anything it would compute
-differently was refused.
+differently was refused. What a config.json leaves out is what transformers' own configuration class takes for it.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,9 +23,22 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
 
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of rotary wavelengths beyond `original_max_position_embeddings` tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of a Llama decoder; all of them global (before the split over ranks)."""
+    """Sizes and constants of a decoder; all of them global (before the split over ranks).
+
+    `has_qkv_bias`, `has_output_bias` (of o_proj), `has_mlp_bias` (of all three), `has_qk_norm` (an RMS norm over each
+    query and key head): which parameters a layer has beyond Llama's.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,7 +50,12 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
 
     def check_divides(self, num_ranks: int) -> None:
@@ -55,12 +73,16 @@ class ModelConfig:
                 f"--tensor-parallel-size can be {', '.join(map(str, works))}"
             )
 
+    def padded_vocab_size(self, num_ranks: int) -> int:
+        """Rows of embedding and head over `num_ranks` ranks, the same number on each: those beyond `vocab_size` are
+        zero and their logits are never looked at."""
+        return -(-self.vocab_size // num_ranks) * num_ranks
+
     def _split_sizes(self) -> dict[str, int]:
         return {
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
         }
 
 
@@ -100,12 +122,14 @@ def read_bounded(path: Path) -> bytes:
     return data
 
 
-def parameter_specs(config: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """Every parameter in engine layout: linear weights are [in, out], embeddings and head [vocab, hidden]; float32."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+def parameter_specs(config: ModelConfig, num_ranks: int = 1) -> tuple[ParameterSpec, ...]:
+    """Every parameter in engine layout: linear weights are [in, out], embeddings and head [vocab, hidden]; float32.
+    Over several ranks the vocabulary is padded so that it divides."""
+    vocabulary = (config.padded_vocab_size(num_ranks), config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary}
     for index in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes |= {FINAL_NORM: (config.hidden_size,), HEAD: (config.vocab_size, config.hidden_size)}
+    shapes |= {FINAL_NORM: (config.hidden_size,), HEAD: vocabulary}
     return tuple(_spec(name, shape, config) for name, shape in shapes.items())
 
 
@@ -123,17 +147,20 @@ def _spec(name: str, shape: tuple[int, ...], config: ModelConfig) -> ParameterSp
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (hidden, heads),
-        "self_attn.k_proj.weight": (hidden, kv_heads),
-        "self_attn.v_proj.weight": (hidden, kv_heads),
-        "self_attn.o_proj.weight": (heads, hidden),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (hidden, inner),
-        "mlp.up_proj.weight": (hidden, inner),
-        "mlp.down_proj.weight": (inner, hidden),
-    }
+    queries_keys_values = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    shapes |= _linear_shapes(hidden, queries_keys_values, config.has_qkv_bias)
+    if config.has_qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    shapes |= _linear_shapes(heads, {"self_attn.o_proj": hidden}, config.has_output_bias)
+    shapes |= {"post_attention_layernorm.weight": (hidden,)}
+    shapes |= _linear_shapes(hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, config.has_mlp_bias)
+    return shapes | _linear_shapes(inner, {"mlp.down_proj": hidden}, config.has_mlp_bias)
+
+
+def _linear_shapes(inputs: int, outputs: dict[str, int], has_bias: bool) -> dict[str, tuple[int, ...]]:
+    weights: dict[str, tuple[int, ...]] = {f"{name}.weight": (inputs, size) for name, size in outputs.items()}
+    return weights | ({f"{name}.bias": (size,) for name, size in outputs.items()} if has_bias else {})
 
 
 @dataclass(frozen=True)
@@ -149,9 +176,9 @@ class _Fields:
             raise CheckpointError(f"{self.path}: {key}: expected a positive integer, got {value!r}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None) -> float:
         value = self.values.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise CheckpointError(f"{self.path}: {key}: expected a positive number, got {value!r}")
         return float(value)
 
@@ -169,31 +196,84 @@ class _Fields:
         return tuple(ids)
 
 
+class _Family(NamedTuple):
+    """What transformers' configuration class of a model type takes where config.json is silent (None: as many as
+    query heads; hidden_size / heads), and whether its layers have norms over heads."""
+
+    num_key_value_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int
+    has_qk_norm: bool
+
+
+_FAMILIES = {
+    "llama": _Family(None, None, 2048, False),
+    "qwen2": _Family(32, None, 32768, False),
+    "qwen3": _Family(32, 128, 32768, True),
+}
+
+
 def _parse(fields: _Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    num_heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
-    head_dim = fields.values.get("head_dim")
+    kind = str(fields.values["model_type"])
+    family = _FAMILIES[kind]
+    rope = _rope(fields)
+    attention_bias = kind != "qwen2" and fields.flag("attention_bias")
     return ModelConfig(
         vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
+        hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_hidden_layers=fields.size("num_hidden_layers"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=fields.size("num_key_value_heads", num_heads),
-        head_dim=hidden // num_heads if head_dim is None else fields.size("head_dim"),
-        max_position_embeddings=fields.size("max_position_embeddings", 2048),
+        num_attention_heads=fields.size("num_attention_heads"),
+        num_key_value_heads=_num_key_value_heads(fields, family),
+        head_dim=_head_dim(fields, family),
+        max_position_embeddings=fields.size("max_position_embeddings", family.max_position_embeddings),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(fields),
+        rope_theta=(rope if "rope_theta" in rope.values else fields).number("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        has_qkv_bias=kind == "qwen2" or attention_bias,
+        has_output_bias=attention_bias,
+        has_mlp_bias=kind == "llama" and fields.flag("mlp_bias"),
+        has_qk_norm=family.has_qk_norm,
         eos_token_ids=tuple(sorted(set(eos_token_ids))),
     )
 
 
-def _rope_theta(fields: _Fields) -> float:
-    """Newer configurations keep it in `rope_parameters`, older ones at the top."""
-    nested = fields.values.get("rope_parameters")
-    if isinstance(nested, dict) and "rope_theta" in nested:
-        return _Fields(fields.path, nested).number("rope_theta", 10000.0)
-    return fields.number("rope_theta", 10000.0)
+def _num_key_value_heads(fields: _Fields, family: _Family) -> int:
+    if fields.values.get("num_key_value_heads", family.num_key_value_heads) is None:
+        return fields.size("num_attention_heads")
+    return fields.size("num_key_value_heads", family.num_key_value_heads)
+
+
+def _head_dim(fields: _Fields, family: _Family) -> int:
+    if fields.values.get("head_dim", family.head_dim) is not None:
+        return fields.size("head_dim", family.head_dim)
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if hidden % heads:
+        raise CheckpointError(f"{fields.path}: num_attention_heads {heads} does not divide hidden_size {hidden}")
+    return hidden // heads
+
+
+def _rope(fields: _Fields) -> _Fields:
+    """The rotary embedding's own object: `rope_parameters` in newer configurations, `rope_scaling` in older ones."""
+    for key in ("rope_scaling", "rope_parameters"):
+        values = fields.values.get(key)
+        if isinstance(values, dict) and values:
+            return _Fields(fields.path, values)
+    return _Fields(fields.path, {})
+
+
+def _rope_scaling(rope: _Fields) -> RopeScaling | None:
+    if _rope_type(rope.values) == "default":
+        return None
+    low, high = rope.number("low_freq_factor", None), rope.number("high_freq_factor", None)
+    if low >= high:
+        raise CheckpointError(f"{rope.path}: low_freq_factor {low} must be less than high_freq_factor {high}")
+    return RopeScaling(rope.number("factor", None), low, high, rope.size("original_max_position_embeddings"))
+
+
+def _rope_type(values: dict[str, Any]) -> object:
+    return values.get("rope_type", values.get("type", "default"))
 
 
 def _generation_stop_tokens(directory: Path) -> tuple[int, ...]:
@@ -201,20 +281,43 @@ def _generation_stop_tokens(directory: Path) -> tuple[int, ...]:
     return _Fields(path, read_json(path)).token_ids("eos_token_id") if path.exists() else ()
 
 
+_FIXED = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,
+}
+"""What this engine computes; null says the same."""
+
+
 def _refuse_foreign_model(fields: _Fields) -> None:
     """What would load and then compute something else is refused here."""
-    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, value in expected.items():
-        got = fields.values.get(key, value)
-        if got != value:
-            raise ConfigurationError(f"{fields.path}: {key}: this engine computes {value!r}, the model needs {got!r}")
+    kind = fields.values.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise _foreign(fields, "model_type", ", ".join(map(repr, _FAMILIES)), kind)
+    for key, value in _FIXED.items():
+        got = fields.values.get(key)
+        if got is not None and got != value:
+            raise _foreign(fields, key, repr(value), got)
+    layer_types = fields.values.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(layer != "full_attention" for layer in layer_types):
+        raise _foreign(fields, "layer_types", "'full_attention' in every layer", layer_types)
     for key in ("rope_scaling", "rope_parameters"):
-        scaling = fields.values.get(key) or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
-        if kind != "default":
-            raise ConfigurationError(
-                f"{fields.path}: {key}: this engine has plain rotary embeddings, the model needs {kind!r}"
-            )
+        _refuse_foreign_rotation(fields, key, fields.values.get(key) or {})
+
+
+def _refuse_foreign_rotation(fields: _Fields, key: str, values: object) -> None:
+    kind = _rope_type(values) if isinstance(values, dict) else values
+    if not isinstance(values, dict) or kind not in ("default", "llama3"):
+        raise _foreign(fields, key, "rotary embeddings 'default' and 'llama3'", kind)
+    differs_by_layer = any(isinstance(value, dict) for value in values.values())
+    if differs_by_layer or values.get("partial_rotary_factor") not in (None, 1.0):
+        raise _foreign(fields, key, "one rotary embedding of whole heads in all layers", values)
+
+
+def _foreign(fields: _Fields, key: str, computed: str, needed: object) -> ConfigurationError:
+    return ConfigurationError(f"{fields.path}: {key}: this engine computes {computed}, the model needs {needed!r:.200}")
 
 
 def _check_consistent(config: ModelConfig, path: Path) -> None:

@@ -17,7 +17,7 @@ from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.kv_cache import CacheShape, KVCache
-from fastdeploy_rl.engines.embedded.model import LlamaModel
+from fastdeploy_rl.engines.embedded.model import DecoderModel
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, parameter_specs, read_config
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
 from fastdeploy_rl.engines.embedded.sampler import SampledToken, sample
@@ -63,8 +63,8 @@ class EmbeddedRunner:
         self.max_model_len = _checked_model_len(self.config, max_model_len)
         _share_cores(num_ranks)
         num_pages = _checked_kv_pages(self.max_model_len, max_num_seqs, num_kv_pages)
-        self._specs = parameter_specs(self.config)
-        self._model = LlamaModel(self.config, rank, num_ranks, collectives if num_ranks > 1 else None)
+        self._specs = parameter_specs(self.config, num_ranks)
+        self._model = DecoderModel(self.config, rank, num_ranks, collectives if num_ranks > 1 else None)
         self._cache = KVCache(_cache_shape(self.config, num_ranks, num_pages))
         limits = self._scheduler_limits(max_num_seqs, max_step_tokens)
         self._scheduler = Scheduler(limits, PageAllocator(num_pages)) if rank == 0 else None

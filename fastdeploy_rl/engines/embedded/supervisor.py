@@ -103,7 +103,7 @@ class CheckedModel:
 
     def weight_bytes(self, num_ranks: int) -> int:
         """Of one rank, in float32; a tied head is counted once."""
-        own = [spec for spec in parameter_specs(self.config) if spec.coverage is Coverage.UPDATED]
+        own = [spec for spec in parameter_specs(self.config, num_ranks) if spec.coverage is Coverage.UPDATED]
         return sum(math.prod(local_shape(spec, num_ranks)) * itemsize(spec.dtype) for spec in own)
 
 

@@ -259,11 +259,12 @@ def test_a_channel_that_is_open_to_others_or_a_file_is_a_failure_with_its_mend(t
 
 
 def test_what_no_lock_speaks_for_is_only_a_problem_where_nobody_has_it_mapped() -> None:
-    items = [Item(Path("/dev/shm/fastdeploy_rl.0.abc.1"), 4096)]
-    assert judge_unclaimed(items, [12]).status is Status.OK
-    nobodys = judge_unclaimed(items, [])
-    assert nobodys.status is Status.WARN
-    assert "rm /dev/shm/fastdeploy_rl.0.abc.1" in nobodys.mend
+    used, nobodys = (Item(Path(f"/dev/shm/fastdeploy_rl.0.abc.{number}"), 4096) for number in (1, 2))
+    assert judge_unclaimed([], {}) == []
+    first, second = judge_unclaimed([used, nobodys], {used.path: [12], nobodys.path: []})
+    assert (first.status, second.status) == (Status.OK, Status.WARN)
+    assert "pid 12" in first.found
+    assert "rm /dev/shm/fastdeploy_rl.0.abc.2" in second.mend
 
 
 def test_the_worst_check_counts() -> None:
@@ -273,9 +274,9 @@ def test_the_worst_check_counts() -> None:
 
 
 def test_sizes_read_as_people_say_them() -> None:
-    assert [size_text(size) for size in (0, 4096, 64 << 20, 31_300_000_000)] == [
-        "0 bytes",
-        "4096 bytes",
+    assert [size_text(size) for size in (64, 4096, 64 << 20, 31_300_000_000)] == [
+        "64 bytes",
+        "4.1 KB",
         "67.1 MB",
         "31.3 GB",
     ]

@@ -99,7 +99,7 @@ def _check_arenas(channel: Channel) -> Check:
     names = segments_in_tables(channel)
     leases = sum(is_alive(lock) for lock in leasing_locks(channel))
     num_bytes = sum(path.stat().st_size for name in names if (path := Path(SHM_DIR, name)).exists())
-    return ok("arenas", f"{len(names)} of {size_text(num_bytes)} together, {leases} leases of live holders")
+    return ok("arenas", f"{len(names)}, {size_text(num_bytes)} together; {leases} leases of live holders")
 
 
 def owner_text(owner: Owner | None) -> str:
@@ -165,8 +165,7 @@ def check_leftovers(channel: Channel) -> list[Check]:
     """What `--clean` would take away, and what it would leave to its user."""
     checks = [_judge_remains(dead) for dead in find_remains(channel)]
     unclaimed = find_unclaimed(channel)
-    if unclaimed:
-        checks.append(judge_unclaimed(unclaimed, users_of(item.path for item in unclaimed)))
+    checks += judge_unclaimed(unclaimed, users_of(item.path for item in unclaimed) if unclaimed else {})
     return checks or [ok("leftovers", "none")]
 
 
@@ -177,16 +176,20 @@ def _judge_remains(dead: Remains) -> Check:
     return warn("of the dead", found, "fastdeploy-rl doctor --clean")
 
 
-def judge_unclaimed(items: list[Item], users: list[int]) -> Check:
-    """`users`: pids that have one of them mapped."""
-    found = items_text(items)
-    if users:
-        return ok("of others", f"{found}; used by pid {', '.join(map(str, users[:8]))}")
-    paths = " ".join(str(item.path) for item in items[:8])
-    mend = f"name their channel: fastdeploy-rl doctor --clean --ipc-dir DIR; if it is gone: rm {paths}"
-    return warn("of nobody known", f"{found}: no lock tells whose", mend)
+def judge_unclaimed(items: list[Item], users: dict[Path, list[int]]) -> list[Check]:
+    """`users`: pids that have each of them mapped."""
+    used, unused = ([item for item in items if bool(users[item.path]) is is_used] for is_used in (True, False))
+    checks = []
+    if used:
+        pids = sorted({pid for item in used for pid in users[item.path]})
+        checks.append(ok("of others", f"{items_text(used)}; used by pid {', '.join(map(str, pids[:8]))}"))
+    if unused:
+        paths = " ".join(str(item.path) for item in unused[:8])
+        mend = f"name their channel: fastdeploy-rl doctor --clean --ipc-dir DIR; if it is gone: rm {paths}"
+        checks.append(warn("of nobody known", f"{items_text(unused)}: no lock tells whose", mend))
+    return checks
 
 
 def items_text(items: list[Item]) -> str:
     names = ", ".join(item.path.name for item in items[:6]) + (", ..." if len(items) > 6 else "")
-    return f"{names} ({len(items)} names, {size_text(sum(item.num_bytes for item in items))})"
+    return f"{names} ({len(items)} in all, {size_text(sum(item.num_bytes for item in items))})"

@@ -294,18 +294,22 @@ def find_unclaimed(channel: Channel) -> list[Item]:
     return _items(_shm(name) for name in names if not _shm(name).is_dir())
 
 
-def users_of(paths: Iterable[Path]) -> list[int]:
-    """Processes that have one of the segments mapped, as far as this user may look."""
-    wanted = [str(path) for path in paths]
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _maps_any(pid, wanted)]
+def users_of(paths: Iterable[Path]) -> dict[Path, list[int]]:
+    """Processes that have each of the segments mapped, as far as this user may look."""
+    users: dict[Path, list[int]] = {path: [] for path in paths}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        maps = _maps_of(pid)
+        for path in users:
+            if str(path) in maps:
+                users[path].append(pid)
+    return users
 
 
-def _maps_any(pid: int, paths: Sequence[str]) -> bool:
+def _maps_of(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/maps", errors="replace") as file:
-            return any(path in line for line in file for path in paths)
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
-        return False
+        return ""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

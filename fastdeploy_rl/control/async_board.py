@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
@@ -30,7 +30,7 @@ class AsyncBoardEngine:
     def __init__(self, port: int) -> None:
         self._port = port
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="fastdeploy_rl-client")
-        self._asking: dict[BoardClient, asyncio.Future[object]] = {}
+        self._asking: dict[BoardClient, asyncio.Future[Any]] = {}
 
     async def update(
         self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
@@ -90,7 +90,7 @@ def _ask(client: BoardClient, ask: Callable[[BoardClient], _ResultT]) -> _Result
         return ask(client)
 
 
-def _look_at(answer: "asyncio.Future[object]") -> None:
+def _look_at(answer: "asyncio.Future[Any]") -> None:
     """The error of a call that nobody waits for any more is no news to anyone."""
     if not answer.cancelled():
         answer.exception()

@@ -3,7 +3,7 @@
 Owns the JSON format, its bounds, the rules every manifest keeps, and the three digests. Refuses to know who reads or
 writes the file and whether the bytes are there. Invariant: a `Manifest` that came out of `build_manifest` or `decode`
 is safe to follow - every part lies inside its segment, no two parts share a byte, names are unique, shards tile their
-axis, digests hold.
+axis, runs tile theirs and the logical tensors that they name, digests hold.
 
 Sizes and offsets are in bytes, digests are sha256 as 64 hex digits. The format name is `fastdeploy_rl.manifest/1`.
 """
@@ -28,6 +28,8 @@ MAX_TENSORS: Final = 200_000
 MAX_SEGMENTS: Final = 4096
 MAX_NAME_BYTES: Final = 512
 MAX_DIMENSIONS: Final = 8
+MAX_RUNS: Final = 8192
+"""Of one fused tensor. All runs of a manifest together count against MAX_TENSORS."""
 ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
@@ -229,6 +231,7 @@ def _check(manifest: Manifest) -> None:
     _check_unique(manifest)
     for tensor in manifest.tensors:
         _check_tensor(tensor, manifest.segments)
+    _check_logical(manifest)
     _check_overlaps(manifest.tensors)
 
 
@@ -238,8 +241,12 @@ def _check_header(manifest: Manifest) -> None:
     except VersionFormatError as error:
         raise ManifestError(f"manifest: {error}") from error
     layout_ranks(manifest.layout)
-    if len(manifest.tensors) + len(manifest.aliases) > MAX_TENSORS:
-        raise ManifestError(f"manifest: {len(manifest.tensors)} tensors are more than {MAX_TENSORS}")
+    num_runs = sum(len(tensor.fused.runs) for tensor in manifest.tensors if tensor.fused is not None)
+    if len(manifest.tensors) + len(manifest.aliases) + num_runs > MAX_TENSORS:
+        raise ManifestError(
+            f"manifest: {len(manifest.tensors)} tensors, {len(manifest.aliases)} aliases and {num_runs} runs are more "
+            f"than {MAX_TENSORS}"
+        )
     if len(manifest.segments) > MAX_SEGMENTS:
         raise ManifestError(f"manifest: {len(manifest.segments)} segments are more than {MAX_SEGMENTS}")
 
@@ -255,13 +262,15 @@ def _check_segment(segment: Segment) -> None:
 def _check_unique(manifest: Manifest) -> None:
     _refuse_duplicates("segment", (segment.locator for segment in manifest.segments))
     _refuse_duplicates("tensor", (tensor.name for tensor in manifest.tensors))
-    names = {tensor.name for tensor in manifest.tensors}
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
     for alias, target in manifest.aliases.items():
         _check_name(alias)
-        if alias in names:
+        if alias in tensors:
             raise ManifestError(f"alias {alias!r}: a tensor has that name")
-        if target not in names:
+        if target not in tensors:
             raise ManifestError(f"alias {alias!r}: {target!r:.80} is no tensor of this manifest")
+        if tensors[target].fused is not None:
+            raise ManifestError(f"alias {alias!r}: {target!r} is fused and supplies no tensor of its own name")
 
 
 def _refuse_duplicates(what: str, names: Iterator[str]) -> None:
@@ -278,6 +287,10 @@ def _check_tensor(tensor: Tensor, segments: Sequence[Segment]) -> None:
     _check_tiling(tensor)
     for part in tensor.parts:
         _check_part(tensor, part, segments)
+    if tensor.is_transposed and len(tensor.shape) < 2:
+        raise ManifestError(f"{tensor.name}: transposed, but its shape {list(tensor.shape)} has no two axes")
+    if tensor.fused is not None:
+        _check_fused(tensor, tensor.fused)
     if not _DIGEST.fullmatch(tensor.checksum):
         raise ManifestError(f"{tensor.name}: checksum must be 64 lowercase hex digits, got {tensor.checksum!r:.80}")
 
@@ -325,6 +338,52 @@ def _check_part(tensor: Tensor, part: Part, segments: Sequence[Segment]) -> None
         raise ManifestError(
             f"{tensor.name}: bytes {part.offset} to {stop} leave the {segment.num_bytes} of segment {segment.locator!r}"
         )
+
+
+def _check_fused(tensor: Tensor, fused: Fused) -> None:
+    """Its runs tile its axis, in order."""
+    _check_counts(tensor.name, fused.axis)
+    if fused.axis >= len(tensor.shape):
+        raise ManifestError(f"{tensor.name}: fused axis {fused.axis} is no axis of shape {list(tensor.shape)}")
+    if not 1 <= len(fused.runs) <= MAX_RUNS:
+        raise ManifestError(f"{tensor.name}: fused of {len(fused.runs)} runs; 1 to {MAX_RUNS} are allowed")
+    for run in fused.runs:
+        _check_name(run.name)
+        _check_counts(tensor.name, run.start, run.stop)
+        if run.start > run.stop:
+            raise ManifestError(f"{tensor.name}: run {run.name!r} goes back from {run.start} to {run.stop}")
+    length = sum(run.stop - run.start for run in fused.runs)
+    if length != tensor.shape[fused.axis]:
+        raise ManifestError(
+            f"{tensor.name}: runs of {length} indices do not tile axis {fused.axis} of {list(tensor.shape)}"
+        )
+
+
+def _check_logical(manifest: Manifest) -> None:
+    """Each logical tensor is supplied once: whole under its own name, or by runs that tile it and agree on the rest."""
+    taken = manifest.aliases.keys() | {tensor.name for tensor in manifest.tensors}
+    runs: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for tensor in manifest.tensors:
+        for run in tensor.fused.runs if tensor.fused is not None else ():
+            if run.name in taken:
+                raise ManifestError(f"{tensor.name}: run {run.name!r} has the name of a tensor or an alias")
+            runs.setdefault(run.name, []).append((run.start, run.stop, tensor))
+    for name, supplied in runs.items():
+        _check_supplied(name, sorted(supplied, key=lambda run: run[:2]))
+
+
+def _check_supplied(name: str, runs: Sequence[tuple[int, int, Tensor]]) -> None:
+    if [start for start, _, _ in runs] != [0] + [stop for _, stop, _ in runs[:-1]]:
+        raise ManifestError(f"{name}: runs {_shorten([run[:2] for run in runs])} do not tile a tensor from 0 on")
+    first = runs[0][2]
+    for _, _, tensor in runs[1:]:
+        if tensor is not first and _apart_from_fused_axis(tensor) != _apart_from_fused_axis(first):
+            raise ManifestError(f"{name}: its runs in {first.name} and {tensor.name} are of another dtype or shape")
+
+
+def _apart_from_fused_axis(tensor: Tensor) -> object:
+    axis = tensor.fused.axis if tensor.fused is not None else len(tensor.shape)
+    return tensor.dtype, tensor.is_transposed, axis, tensor.shape[:axis], tensor.shape[axis + 1 :]
 
 
 def _check_overlaps(tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,10 @@
 """The plan of one rank: which published bytes become which bytes of its parameters.
 
-Owns the geometry (slices of C-contiguous tensors as strided 2-D regions) and two promises: each byte of a parameter is
-written by exactly one region, and each byte of a published tensor that some parameter takes is *owned* (counted in
-receipts) by exactly one region of one rank. Refuses to know where memory is and who moves it.
+Owns the way from a publication and a model to strided 2-D regions, as intersections of boxes: a published part, the
+whole published tensor and a rank's parameter are three affine maps from the indices of a *logical* tensor to bytes, so
+that splitting, fusing, turning and padding on either side are one case. Two promises: each byte of a parameter is
+written by exactly one region, and each published byte is *owned* (counted in receipts) by exactly one region of one
+rank. Refuses to know where memory is and who moves it.
 
 All offsets, strides and sizes are in bytes. A plan holds for the manifest it was made from: `layout_digest` says how
 tensors are split, not where in a segment they lie.
@@ -10,7 +12,10 @@ tensors are split, not where in a segment they lie.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +24,28 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec, check_coverage
 from fastdeploy_rl.dtypes import cast_between, itemsize
 from fastdeploy_rl.errors import ConfigurationError, StepFailedError
 from fastdeploy_rl.manifest import Manifest, Part, Tensor
+from fastdeploy_rl.plan.geometry import Axis, strides_of, strips
+from fastdeploy_rl.plan.logical import WHOLE, LogicalTensor, turned, turned_axis
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRegion:
+class RegionKind(Enum):
+    """What a region does."""
+
+    COPY = "copy"
+    """brings published bytes into the parameter"""
+    ZERO = "zero"
+    """fills target rows with zero bytes (the padding of a vocabulary); nothing published is read"""
+    READ = "read"
+    """reads published bytes that no parameter takes, so that receipts cover them; nothing is written"""
+
+
+class PlannedRegion(NamedTuple):
     """`rows` rows of `row_bytes` (counted in the source) of one part of a published tensor.
 
-    Source places are inside the segment, target places inside this rank's parameter (rows after `cast`). `read_*`:
-    where the rows lie in the whole published tensor, for its checksum. `owns_read`: this rank counts these source bytes
-    in the receipt; every rank that needs them reads them all the same.
+    Source places are inside the segment, target places inside this rank's parameter (after `cast`). `read_*`: where the
+    rows lie in the whole published tensor, for its checksum. `owns_read`: this rank counts these source bytes in the
+    receipt; every rank that needs them reads them all the same. `transpose_item`: 0, or bytes of a source element: then
+    the target has row_bytes / transpose_item rows, `target_stride` apart, of `rows` elements each.
     """
 
     tensor: str
@@ -42,6 +60,8 @@ class PlannedRegion:
     read_offset: int
     read_stride: int
     owns_read: bool
+    transpose_item: int = 0
+    kind: RegionKind = RegionKind.COPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +74,12 @@ class AliasSource:
 
 @dataclass(frozen=True, slots=True)
 class PlannedParameter:
-    """One parameter of this rank. `source`: the tensor of the manifest that feeds
-    it; `dtype` and `local_shape`: the engine's; `alias`: where the published bytes
+    """One parameter of this rank. `sources`: the tensors of the manifest that feed it;
+    `dtype` and `local_shape`: the engine's; `alias`: where the published bytes
     can be used in place, else None and `why_not_alias` says why in words."""
 
     name: str
-    source: str
+    sources: tuple[str, ...]
     dtype: str
     local_shape: tuple[int, ...]
     num_bytes: int
@@ -71,7 +91,7 @@ class PlannedParameter:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank does. Tied parameters have no entry: they share the one they
-    are tied to. `readings`: published bytes that no parameter takes, which this rank
+    are tied to. `readings`: published tensors that no parameter takes, which this rank
     reads and counts so that receipts cover them. `aliased_bytes` and `copied_bytes` count parameter bytes (where
     aliases may be used), `read_bytes` all published bytes that the regions read."""
 
@@ -94,18 +114,17 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
     if not 0 <= rank < num_ranks:
         raise ConfigurationError(f"rank {rank} is none of {num_ranks} ranks")
     check_divisible(specs, num_ranks)
-    sources = check_coverage(manifest, specs).sources
-    tensors = {tensor.name: tensor for tensor in manifest.tensors}
+    covered = check_coverage(manifest, specs)
     parameters = []
     planned: set[str] = set()
     for spec in specs:
         if spec.coverage is Coverage.UPDATED:
-            tensor = tensors[sources[spec.name]]
+            feeds = [covered.sources[needed.name] for needed in spec.logical]
             # Two parameters may take the same published tensor: the first one's bytes count.
-            counts = tensor.name not in planned and (rank == 0 or spec.shard_axis is not None)
-            planned.add(tensor.name)
-            parameters.append(_plan_parameter(tensor, spec, rank, num_ranks, counts))
-    readings = [_plan_reading(tensor) for tensor in manifest.tensors if tensor.name not in planned] if rank == 0 else []
+            counts = [logical.name not in planned for logical in feeds]
+            planned.update(logical.name for logical in feeds)
+            parameters.append(_plan_parameter(spec, feeds, counts, rank, num_ranks))
+    readings = [_plan_reading(logical) for logical in covered.unused] if rank == 0 else []
     return _total(manifest.layout_digest, parameters, readings, rank, num_ranks)
 
 
@@ -129,13 +148,6 @@ class LastPlan:
         return self._plan
 
 
-def _plan_reading(tensor: Tensor) -> PlannedParameter:
-    """All of a published tensor, read and counted whole by one rank: for tensors that no parameter takes, such as the
-    second name of a tied group that was published under both. They need no home, only a place in the receipt."""
-    spec = ParameterSpec(tensor.name, tensor.dtype, tensor.shape, None)
-    return _plan_parameter(tensor, spec, 0, 1, True)
-
-
 def check_divisible(specs: Sequence[ParameterSpec], num_ranks: int) -> None:
     """Raises ConfigurationError that names the first parameter which cannot be split evenly over that many ranks."""
     for spec in specs:
@@ -143,32 +155,76 @@ def check_divisible(specs: Sequence[ParameterSpec], num_ranks: int) -> None:
             continue
         if not 0 <= spec.shard_axis < len(spec.shape):
             raise ConfigurationError(f"{spec.name}: shard axis {spec.shard_axis} is no axis of {list(spec.shape)}")
-        if spec.shape[spec.shard_axis] % num_ranks:
-            raise ConfigurationError(
-                f"{spec.name}: axis {spec.shard_axis} of {list(spec.shape)} does not divide over {num_ranks} ranks; "
-                f"choose a tensor-parallel size that divides {spec.shape[spec.shard_axis]}"
-            )
+        if spec.fused and spec.fused_axis == spec.shard_axis:
+            split = [(f"its part {part.name} of {part.size} indices", part.size) for part in spec.fused]
+        else:
+            size = spec.shape[spec.shard_axis]
+            split = [(f"axis {spec.shard_axis} of {list(spec.shape)}", size)]
+        for what, size in split:
+            if size % num_ranks:
+                raise ConfigurationError(
+                    f"{spec.name}: {what} does not divide over {num_ranks} ranks; "
+                    f"choose a tensor-parallel size that divides {size}"
+                )
 
 
 def check_plan(plan: Plan) -> None:
     """Raises StepFailedError unless every byte of every parameter is written by exactly one region."""
     for parameter in plan.parameters:
-        if not _is_tiled(parameter):
+        written = [_rows_written(region) for region in parameter.regions if region.kind is not RegionKind.READ]
+        if not _are_tiles(written, parameter.num_bytes):
             raise StepFailedError(f"plan of rank {plan.rank}: {parameter.name} is not written exactly once")
 
 
-def _is_tiled(parameter: PlannedParameter) -> bool:
-    starts, stops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for region in parameter.regions:
-        rows = region.target_offset + region.target_stride * np.arange(region.rows, dtype=np.int64)
-        starts.append(rows)
-        stops.append(rows + _target_row_bytes(region))
-    start, stop = np.sort(np.concatenate(starts)), np.sort(np.concatenate(stops))
-    return np.array_equal(np.append(start, parameter.num_bytes), np.insert(stop, 0, 0))
+def check_reads(manifest: Manifest, plans: Sequence[Plan]) -> None:
+    """Raises StepFailedError unless every published byte is owned by exactly one region of the ranks' plans together,
+    read from where it lies. `plans`: those of all ranks."""
+    owned: dict[str, list[PlannedRegion]] = {tensor.name: [] for tensor in manifest.tensors}
+    for plan in plans:
+        for planned in (*plan.parameters, *plan.readings):
+            for region in planned.regions:
+                if region.owns_read:
+                    owned[region.tensor].append(region)
+    for tensor in manifest.tensors:
+        if not _are_tiles([_rows_read(region) for region in owned[tensor.name]], tensor.num_bytes):
+            raise StepFailedError(f"plans of {len(plans)} ranks: {tensor.name} is not read and counted exactly once")
 
 
-def _target_row_bytes(region: PlannedRegion) -> int:
-    return {"none": region.row_bytes, "F32_BF16": region.row_bytes // 2, "BF16_F32": region.row_bytes * 2}[region.cast]
+class _Rows(NamedTuple):
+    """`num_rows` rows of `width` bytes, `stride` apart from `offset` on."""
+
+    offset: int
+    stride: int
+    num_rows: int
+    width: int
+
+
+def _rows_read(region: PlannedRegion) -> _Rows:
+    return _Rows(region.read_offset, region.read_stride, region.rows, region.row_bytes)
+
+
+def _rows_written(region: PlannedRegion) -> _Rows:
+    if not region.transpose_item:
+        width = _after_cast(region.row_bytes, region.cast)
+        return _Rows(region.target_offset, region.target_stride, region.rows, width)
+    count, width = region.row_bytes // region.transpose_item, _after_cast(region.transpose_item, region.cast)
+    return _Rows(region.target_offset, region.target_stride, count, region.rows * width)
+
+
+def _after_cast(num_bytes: int, cast: str) -> int:
+    if cast == "none":
+        return num_bytes
+    source, target = cast.split("_")
+    return num_bytes // itemsize(source) * itemsize(target)
+
+
+def _are_tiles(rows: Sequence[_Rows], num_bytes: int) -> bool:
+    """Whether each byte of that many lies in exactly one row."""
+    starts = [row.offset + row.stride * np.arange(row.num_rows, dtype=np.int64) for row in rows if row.width]
+    stops = [start + row.width for start, row in zip(starts, (row for row in rows if row.width), strict=True)]
+    start = np.sort(np.concatenate([*starts, [num_bytes]]))
+    stop = np.sort(np.concatenate([[0], *stops]))
+    return np.array_equal(start, stop)
 
 
 def _total(
@@ -187,52 +243,320 @@ def _total(
         readings=tuple(readings),
         aliased_bytes=aliased,
         copied_bytes=sum(parameter.num_bytes for parameter in parameters) - aliased,
-        read_bytes=sum(region.rows * region.row_bytes for parameter in parameters for region in parameter.regions),
+        read_bytes=sum(
+            region.rows * region.row_bytes
+            for planned in (*parameters, *readings)
+            for region in planned.regions
+            if region.kind is not RegionKind.ZERO
+        ),
     )
 
 
-class _Window(NamedTuple):
-    """A slice [start, stop) of one axis; axis -1: everything."""
+# --- the rank's parameter -------------------------------------------------------------------------
 
-    axis: int
-    start: int
-    stop: int
-
-    def span(self, axis: int, size: int) -> tuple[int, int]:
-        return (self.start, self.stop) if axis == self.axis else (0, size)
+Spans = tuple[tuple[int, int], ...]
+"""[start, stop) along each axis of a logical tensor."""
 
 
-_WHOLE = _Window(-1, 0, 0)
+class _Slot(NamedTuple):
+    """Where this rank's share of a logical tensor lies inside its parameter:
+    byte `offset` + sum over axes of (index - start of its span) * stride."""
+
+    spans: Spans
+    offset: int
+    strides: tuple[int, ...]
 
 
-def _plan_parameter(tensor: Tensor, spec: ParameterSpec, rank: int, num_ranks: int, counts: bool) -> PlannedParameter:
-    local = _local_window(spec, rank, num_ranks)
-    local_shape = tuple(stop - start for start, stop in (local.span(axis, n) for axis, n in enumerate(spec.shape)))
-    num_bytes = prod(local_shape) * itemsize(spec.dtype)
-    regions = tuple(_regions(tensor, spec, local, counts)) if num_bytes else ()
-    why_not = _why_not_alias(tensor, spec, regions)
+def _plan_parameter(
+    spec: ParameterSpec, feeds: Sequence[LogicalTensor], counts: Sequence[bool], rank: int, num_ranks: int
+) -> PlannedParameter:
+    local_shape = tuple(n // num_ranks if axis == spec.shard_axis else n for axis, n in enumerate(spec.shape))
+    written: list[PlannedRegion] = []
+    read: list[PlannedRegion] = []
+    for slot, logical, is_first in zip(_slots(spec, local_shape, rank, num_ranks), feeds, counts, strict=True):
+        used = _clipped(slot, spec.vocab_rows)
+        written += _copies(logical, used, spec, owns_read=is_first and (rank == 0 or spec.shard_axis is not None))
+        if spec.vocab_rows is not None:
+            written += _zeros(slot, spec)
+            if is_first and rank == 0:
+                read += _reads(logical, spec.vocab_rows)
+    regions = _joined(written)
+    why_not = _why_not_alias(feeds, spec, regions)
     return PlannedParameter(
         name=spec.name,
-        source=tensor.name,
+        sources=tuple(dict.fromkeys(piece.tensor.name for logical in feeds for piece in logical.pieces)),
         dtype=spec.dtype,
         local_shape=local_shape,
-        num_bytes=num_bytes,
-        regions=regions,
-        alias=None if why_not else _alias_source(tensor, regions),
+        num_bytes=prod(local_shape) * itemsize(spec.dtype),
+        regions=(*regions, *read),
+        alias=None if why_not else _alias_source(feeds[0].pieces[0].tensor, regions),
         why_not_alias=why_not,
     )
 
 
-def _local_window(spec: ParameterSpec, rank: int, num_ranks: int) -> _Window:
-    if spec.shard_axis is None:
-        return _WHOLE
-    share = spec.shape[spec.shard_axis] // num_ranks
-    return _Window(spec.shard_axis, rank * share, (rank + 1) * share)
+def _plan_reading(logical: LogicalTensor) -> PlannedParameter:
+    """All of a published tensor, read and counted by one rank: for those that no parameter takes, such as the second
+    name of a tied group that was published under both. They need no home, only a place in the receipt."""
+    return PlannedParameter(
+        name=logical.name,
+        sources=tuple(dict.fromkeys(piece.tensor.name for piece in logical.pieces)),
+        dtype=logical.dtype,
+        local_shape=(0,),
+        num_bytes=0,
+        regions=tuple(_reads(logical, 0)),
+        alias=None,
+        why_not_alias="no parameter takes it",
+    )
 
 
-def _why_not_alias(tensor: Tensor, spec: ParameterSpec, regions: Sequence[PlannedRegion]) -> str:
-    if tensor.dtype != spec.dtype:
-        return f"dtype {tensor.dtype} -> {spec.dtype}"
+def _slots(spec: ParameterSpec, local_shape: tuple[int, ...], rank: int, num_ranks: int) -> Iterator[_Slot]:
+    """One for each logical tensor of the parameter, in order."""
+    strides = strides_of(local_shape, itemsize(spec.dtype))
+    offset = 0
+    for needed in spec.logical:
+        held = turned(needed.shape) if spec.is_transposed else needed.shape
+        spans = tuple(
+            (rank * (n // num_ranks), (rank + 1) * (n // num_ranks)) if axis == spec.shard_axis else (0, n)
+            for axis, n in enumerate(held)
+        )
+        if spec.is_transposed:
+            yield _Slot(turned(spans), offset, turned(strides))
+        else:
+            yield _Slot(spans, offset, strides)
+        if spec.fused:
+            start, stop = spans[spec.fused_axis]
+            offset += (stop - start) * strides[spec.fused_axis]
+
+
+def _clipped(slot: _Slot, vocab_rows: int | None) -> _Slot:
+    """The part of the slot that published values fill."""
+    if vocab_rows is None:
+        return slot
+    (start, stop), *others = slot.spans
+    return slot._replace(spans=((start, max(start, min(stop, vocab_rows))), *others))
+
+
+# --- the published side ---------------------------------------------------------------------------
+
+
+class _Block(NamedTuple):
+    """One published part's share of a logical tensor, as two maps from the logical tensor's indices to bytes: inside
+    the segment (`source`), and inside the whole published tensor (`whole`). Offsets are those of index 0, ..., 0."""
+
+    tensor: str
+    segment: int
+    spans: Spans
+    source: int
+    source_strides: tuple[int, ...]
+    whole: int
+    whole_strides: tuple[int, ...]
+
+
+def _blocks(logical: LogicalTensor, wanted: Spans) -> Iterator[_Block]:
+    """Those that hold some of the wanted indices; their spans are cut to these."""
+    for piece in logical.pieces:
+        tensor, shift = piece.tensor, piece.stored_start - piece.start
+        spans = wanted if piece.axis == WHOLE else _cut(wanted, piece.axis, piece.start, piece.stop)
+        whole_strides = _strides(tensor.shape, itemsize(tensor.dtype), tensor.is_transposed)
+        whole = 0 if piece.axis == WHOLE else shift * whole_strides[piece.axis]
+        shard = _logical_axis(tensor)
+        for part in tensor.parts:
+            if shard == WHOLE:
+                held, strides, start = spans, whole_strides, 0
+            else:
+                start = part.start - (shift if shard == piece.axis else 0)
+                stop = part.stop - (shift if shard == piece.axis else 0)
+                if start >= spans[shard][1] or stop <= spans[shard][0]:
+                    continue
+                held = _cut(spans, shard, start, stop)
+                strides = _strides(_part_shape(tensor, part), itemsize(tensor.dtype), tensor.is_transposed)
+            if all(low < high for low, high in held):
+                source = part.offset
+                if shard != WHOLE:
+                    source -= part.start * strides[shard]
+                if piece.axis != WHOLE:
+                    source += shift * strides[piece.axis]
+                yield _Block(tensor.name, part.segment, held, source, strides, whole, whole_strides)
+
+
+def _cut(spans: Spans, axis: int, start: int, stop: int) -> Spans:
+    low, high = spans[axis]
+    return (*spans[:axis], (max(low, start), min(high, stop)), *spans[axis + 1 :])
+
+
+@lru_cache(maxsize=1 << 14)
+def _strides(stored_shape: tuple[int, ...], item: int, is_transposed: bool) -> tuple[int, ...]:
+    """By logical axis."""
+    strides = strides_of(stored_shape, item)
+    return turned(strides) if is_transposed else strides
+
+
+def _logical_axis(tensor: Tensor) -> int:
+    """The axis along which its parts split it; WHOLE for none."""
+    if tensor.shard_axis is None:
+        return WHOLE
+    return turned_axis(tensor.shard_axis, len(tensor.shape)) if tensor.is_transposed else tensor.shard_axis
+
+
+def _part_shape(tensor: Tensor, part: Part) -> tuple[int, ...]:
+    axis = tensor.shard_axis
+    return tensor.shape if axis is None else (*tensor.shape[:axis], part.stop - part.start, *tensor.shape[axis + 1 :])
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def _copies(logical: LogicalTensor, slot: _Slot, spec: ParameterSpec, *, owns_read: bool) -> Iterator[PlannedRegion]:
+    """What of the published tensor goes into the slot."""
+    cast = cast_between(logical.dtype, spec.dtype)
+    if cast is None:
+        raise StepFailedError(f"{spec.name}: no cast from {logical.dtype} to {spec.dtype}")
+    item, target_item = itemsize(logical.dtype), itemsize(spec.dtype)
+    for block in _blocks(logical, slot.spans):
+        sizes = [stop - start for start, stop in block.spans]
+        axes = tuple(map(Axis, sizes, block.source_strides, block.whole_strides, slot.strides))
+        low = [start for start, _ in block.spans]
+        source = block.source + sum(map(mul, low, block.source_strides))
+        whole = block.whole + sum(map(mul, low, block.whole_strides))
+        inside = [at - start for at, (start, _) in zip(low, slot.spans, strict=True)]
+        target = slot.offset + sum(map(mul, inside, slot.strides))
+        for strip in strips(axes, item, target_item):
+            yield PlannedRegion(
+                tensor=block.tensor,
+                segment=block.segment,
+                source_offset=source + strip.source,
+                source_stride=strip.source_stride,
+                rows=strip.rows,
+                row_bytes=strip.width * item,
+                target_offset=target + strip.target,
+                target_stride=strip.target_stride,
+                cast=cast,
+                read_offset=whole + strip.whole,
+                read_stride=strip.whole_stride,
+                owns_read=owns_read,
+                transpose_item=item if strip.is_transposing else 0,
+            )
+
+
+def _reads(logical: LogicalTensor, first_row: int) -> Iterator[PlannedRegion]:
+    """All published indices from `first_row` of axis 0 on (0: all of a tensor of any shape), owned and not written."""
+    spans = tuple((first_row if axis == 0 else 0, size) for axis, size in enumerate(logical.shape))
+    item = itemsize(logical.dtype)
+    for block in _blocks(logical, spans):
+        sizes = [stop - start for start, stop in block.spans]
+        axes = tuple(map(Axis, sizes, block.source_strides, block.whole_strides, block.source_strides))
+        low = [start for start, _ in block.spans]
+        source = block.source + sum(map(mul, low, block.source_strides))
+        whole = block.whole + sum(map(mul, low, block.whole_strides))
+        for strip in strips(axes, item, item):
+            yield PlannedRegion(
+                tensor=block.tensor,
+                segment=block.segment,
+                source_offset=source + strip.source,
+                source_stride=strip.source_stride,
+                rows=strip.rows,
+                row_bytes=strip.width * item,
+                target_offset=0,
+                target_stride=0,
+                cast="none",
+                read_offset=whole + strip.whole,
+                read_stride=strip.whole_stride,
+                owns_read=True,
+                kind=RegionKind.READ,
+            )
+
+
+def _zeros(slot: _Slot, spec: ParameterSpec) -> Iterator[PlannedRegion]:
+    """The rows of a padded vocabulary that carry no token. One row of zero bytes is enough to fill them all."""
+    first, stop = max(slot.spans[0][0], spec.vocab_rows or 0), slot.spans[0][1]
+    item = itemsize(spec.dtype)
+    sizes = [stop - first, *(stop - start for start, stop in slot.spans[1:])]
+    if min(sizes) <= 0:
+        return
+    offset = slot.offset + (first - slot.spans[0][0]) * slot.strides[0]
+    for strip in strips(tuple(map(Axis, sizes, slot.strides, slot.strides, slot.strides)), item, item):
+        yield PlannedRegion(
+            tensor="",
+            segment=0,
+            source_offset=0,
+            source_stride=0,
+            rows=strip.rows,
+            row_bytes=strip.width * item,
+            target_offset=offset + strip.target,
+            target_stride=strip.target_stride,
+            cast="none",
+            read_offset=0,
+            read_stride=0,
+            owns_read=False,
+            kind=RegionKind.ZERO,
+        )
+
+
+def _joined(regions: list[PlannedRegion]) -> list[PlannedRegion]:
+    """In the order of the target, with neighbours joined that go on from each other in source, whole and target."""
+    regions.sort(key=lambda region: region.target_offset)
+    joined: list[PlannedRegion] = []
+    for region in regions:
+        before = joined[-1] if joined else None
+        if before is not None and _goes_on(before, region):
+            joined[-1] = _widened(before, region.row_bytes)
+        else:
+            joined.append(region)
+    return joined
+
+
+def _goes_on(before: PlannedRegion, after: PlannedRegion) -> bool:
+    """Whether each row of `after` begins where the same row of `before` ends, on every side."""
+    if (before.tensor, before.segment, before.rows, before.owns_read) != (
+        after.tensor,
+        after.segment,
+        after.rows,
+        after.owns_read,
+    ):
+        return False
+    if before.kind is not RegionKind.COPY or after.kind is not RegionKind.COPY:
+        return False
+    if before.transpose_item or after.transpose_item:
+        return False
+    strides = [
+        (region.source_stride, region.read_stride, region.target_stride)
+        for region in (before, after)
+        if region.rows > 1
+    ]
+    return (
+        after.source_offset == before.source_offset + before.row_bytes
+        and after.read_offset == before.read_offset + before.row_bytes
+        and after.target_offset == before.target_offset + _after_cast(before.row_bytes, before.cast)
+        and strides[:1] == strides[1:]
+    )
+
+
+def _widened(region: PlannedRegion, more_bytes: int) -> PlannedRegion:
+    """With longer rows; one long row where they now follow each other on every side."""
+    row_bytes = region.row_bytes + more_bytes
+    target_bytes = _after_cast(row_bytes, region.cast)
+    strides = (region.source_stride, region.read_stride, region.target_stride)
+    rows = region.rows
+    if strides == (row_bytes, row_bytes, target_bytes):
+        row_bytes, target_bytes, rows = row_bytes * rows, target_bytes * rows, 1
+    if rows > 1:
+        return region._replace(row_bytes=row_bytes)
+    return region._replace(
+        rows=1, row_bytes=row_bytes, source_stride=row_bytes, read_stride=row_bytes, target_stride=target_bytes
+    )
+
+
+# --- aliases --------------------------------------------------------------------------------------
+
+
+def _why_not_alias(feeds: Sequence[LogicalTensor], spec: ParameterSpec, regions: Sequence[PlannedRegion]) -> str:
+    dtypes = dict.fromkeys(logical.dtype for logical in feeds if logical.dtype != spec.dtype)
+    if dtypes:
+        return f"dtype {', '.join(dtypes)} -> {spec.dtype}"
+    if any(region.kind is RegionKind.ZERO for region in regions):
+        return "padded with rows of zero"
+    if any(region.transpose_item for region in regions):
+        return "transposed"
     if len(regions) > 1:
         return f"gathered from {len(regions)} published regions"
     if regions and regions[0].rows > 1 and regions[0].source_stride != regions[0].row_bytes:
@@ -244,86 +568,3 @@ def _alias_source(tensor: Tensor, regions: Sequence[PlannedRegion]) -> AliasSour
     if regions:
         return AliasSource(regions[0].segment, regions[0].source_offset)
     return AliasSource(tensor.parts[0].segment, tensor.parts[0].offset)
-
-
-def _regions(tensor: Tensor, spec: ParameterSpec, local: _Window, counts: bool) -> Iterator[PlannedRegion]:
-    """What this rank takes of each part, in the order of the parts."""
-    cast = cast_between(tensor.dtype, spec.dtype)
-    if cast is None:
-        raise StepFailedError(f"{spec.name}: no cast from {tensor.dtype} to {spec.dtype}")
-    size, target_size = itemsize(tensor.dtype), itemsize(spec.dtype)
-    for part in tensor.parts:
-        held = _held_window(tensor, part)
-        for rows, width, source, target, whole in _strips(tensor.shape, held, local):
-            yield PlannedRegion(
-                tensor=tensor.name,
-                segment=part.segment,
-                source_offset=part.offset + source.offset * size,
-                source_stride=source.stride * size,
-                rows=rows,
-                row_bytes=width * size,
-                target_offset=target.offset * target_size,
-                target_stride=target.stride * target_size,
-                cast=cast,
-                read_offset=whole.offset * size,
-                read_stride=whole.stride * size,
-                owns_read=counts,
-            )
-
-
-def _held_window(tensor: Tensor, part: Part) -> _Window:
-    return _WHOLE if tensor.shard_axis is None else _Window(tensor.shard_axis, part.start, part.stop)
-
-
-class _Rows(NamedTuple):
-    """Where the first row of a strip begins in one layout, and how far apart its rows are; in elements."""
-
-    offset: int
-    stride: int
-
-
-class _Strip(NamedTuple):
-    """Equally spaced rows of `width` elements that source, target and the whole tensor all hold as rows."""
-
-    rows: int
-    width: int
-    source: _Rows
-    target: _Rows
-    whole: _Rows
-
-
-def _strips(shape: tuple[int, ...], held: _Window, local: _Window) -> Iterator[_Strip]:
-    """The intersection of two windows of a tensor as strips.
-
-    At most two axes are cut. Behind the last cut everything is contiguous in all
-    three layouts: that is the row. Rows are equally spaced as far out as the other
-    cut axis reaches; beyond it (only 3-D tensors and up) each index is a strip.
-    """
-    shape = shape or (1,)
-    cuts = sorted({w.axis for w in (held, local) if w.axis >= 0 and (w.start, w.stop) != (0, shape[w.axis])})
-    last = cuts[-1] if cuts else 0
-    first = cuts[0] if len(cuts) == 2 else None
-    inner = prod(shape[last + 1 :])
-    low, high = _overlap(last, shape[last], held, local)
-    first_low, first_high = (0, 1) if first is None else _overlap(first, shape[first], held, local)
-    outer = 1 if first is None else prod(shape[:first])
-    between = prod(shape[0 if first is None else first + 1 : last])
-    rows, width = max(first_high - first_low, 0) * between, max(high - low, 0) * inner
-    if not rows or not width:
-        return
-
-    def place(window: _Window, index: int) -> _Rows:
-        start, stop = window.span(last, shape[last])
-        first_start, first_stop = (0, 1) if first is None else window.span(first, shape[first])
-        stride = (stop - start) * inner
-        row = (index * (first_stop - first_start) + first_low - first_start) * between
-        return _Rows(row * stride + (low - start) * inner, stride if rows > 1 else width)
-
-    for index in range(outer):
-        yield _Strip(rows, width, place(held, index), place(local, index), place(_WHOLE, index))
-
-
-def _overlap(axis: int, size: int, held: _Window, local: _Window) -> tuple[int, int]:
-    held_start, held_stop = held.span(axis, size)
-    local_start, local_stop = local.span(axis, size)
-    return max(held_start, local_start), min(held_stop, local_stop)

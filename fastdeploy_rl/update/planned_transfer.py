@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
-from fastdeploy_rl.manifest import Manifest, Tensor
+from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import PlannedParameter, PlannedRegion
+from fastdeploy_rl.plan.planner import PlannedParameter, PlannedRegion, RegionKind
 
 
 class Sums(NamedTuple):
@@ -29,15 +29,15 @@ def transfer_planned(
     num_threads: int,
 ) -> Sums:
     """Reads all that is planned from `segments` (those of the manifest, in its order), copies what has a home, and sums
-    up both sides in the same pass."""
-    tensors = {tensor.name: tensor for tensor in manifest.tensors}
-    jobs = [(parameter, region) for parameter in planned for region in parameter.regions]
-    results = transfer(
-        [_region(segments, p, region, tensors[region.tensor], homes.get(p.name)) for p, region in jobs], num_threads
-    )
+    up both sides in the same pass. Zeroes the padding of what has a home: zero bytes add nothing to any sum."""
+    totals = {tensor.name: tensor.num_bytes for tensor in manifest.tensors}
+    jobs = [(p, r) for p in planned for r in p.regions if r.kind is not RegionKind.ZERO]
+    native = [_region(segments, p, region, totals, homes.get(p.name)) for p, region in jobs]
+    native += _zero_fills(planned, homes)
     sums = Sums({}, {parameter.name: ZERO for parameter in planned})
-    for (parameter, region), (read, live) in zip(jobs, results, strict=True):
-        sums.live[parameter.name] = add(sums.live[parameter.name], Fletcher4(*(live or ZERO)))
+    for (parameter, region), (read, live) in zip(jobs, transfer(native, num_threads)[: len(jobs)], strict=True):
+        if live is not None:
+            sums.live[parameter.name] = add(sums.live[parameter.name], Fletcher4(*live))
         if region.owns_read:
             sums.read[region.tensor] = add(sums.read.get(region.tensor, ZERO), Fletcher4(*(read or ZERO)))
     return sums
@@ -47,20 +47,49 @@ def _region(
     segments: Sequence[Mapping],
     parameter: PlannedParameter,
     planned: PlannedRegion,
-    tensor: Tensor,
+    totals: dict[str, int],
     home: TensorView | None,
 ) -> Region:
-    """The job of one planned region: a copy into `home`, or a mere read where there is none."""
+    """The job of one planned region: a copy into `home`, or a mere read where there is none or nothing to write."""
+    is_read = planned.kind is RegionKind.READ
+    target = None if is_read else home
     return Region(
         source=segments[planned.segment],
         source_offset=planned.source_offset,
         source_stride=planned.source_stride,
         rows=planned.rows,
         row_bytes=planned.row_bytes,
-        target=None if home is None else home.mapping,
-        target_offset=0 if home is None else home.offset + planned.target_offset,
-        target_stride=0 if home is None else planned.target_stride,
+        target=None if target is None else target.mapping,
+        target_offset=0 if target is None else target.offset + planned.target_offset,
+        target_stride=0 if target is None else planned.target_stride,
         cast=planned.cast,
-        read_place=Place(planned.read_offset, planned.read_stride, tensor.num_bytes) if planned.owns_read else None,
-        live_place=Place(planned.target_offset, planned.target_stride, parameter.num_bytes),
+        read_place=Place(planned.read_offset, planned.read_stride, totals[planned.tensor])
+        if planned.owns_read
+        else None,
+        live_place=None if is_read else Place(planned.target_offset, planned.target_stride, parameter.num_bytes),
+        transpose_item=planned.transpose_item,
     )
+
+
+def _zero_fills(planned: Sequence[PlannedParameter], homes: dict[str, TensorView]) -> list[Region]:
+    """All from one row of zero bytes, as long as the longest that is needed."""
+    fills = [
+        (homes[parameter.name], region)
+        for parameter in planned
+        for region in parameter.regions
+        if region.kind is RegionKind.ZERO and parameter.name in homes
+    ]
+    zeros = bytes(max((region.row_bytes for _, region in fills), default=0))
+    return [
+        Region(
+            source=zeros,
+            source_offset=0,
+            source_stride=0,
+            rows=region.rows,
+            row_bytes=region.row_bytes,
+            target=home.mapping,
+            target_offset=home.offset + region.target_offset,
+            target_stride=region.target_stride,
+        )
+        for home, region in fills
+    ]

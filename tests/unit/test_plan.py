@@ -21,7 +21,9 @@ from fastdeploy_rl.plan.planner import (
     Plan,
     PlannedParameter,
     PlannedRegion,
+    RegionKind,
     check_plan,
+    check_reads,
     make_plan,
 )
 
@@ -122,7 +124,8 @@ def read_sums(plans: Sequence[Plan], publication: Publication) -> dict[str, Flet
     """What the ranks' receipts add up to for each published tensor."""
     sums = dict.fromkeys(publication.sources, ZERO)
     totals = {tensor.name: tensor.num_bytes for tensor in publication.manifest.tensors}
-    for region in (region for plan in plans for parameter in plan.parameters for region in parameter.regions):
+    planned = [parameter for plan in plans for parameter in (*plan.parameters, *plan.readings)]
+    for region in (region for parameter in planned for region in parameter.regions):
         if region.owns_read:
             for i, row in enumerate(rows_of(region, publication.segments[region.segment])):
                 place = region.read_offset + i * region.read_stride
@@ -357,7 +360,7 @@ def test_tied_parameters_have_no_entry_of_their_own() -> None:
     ]
     for name in ("embed", "head"):
         plan = make_plan(Publication(Source(name, values_of((6, 4)))).manifest, specs, 0, 2)
-        assert [(parameter.name, parameter.source) for parameter in plan.parameters] == [("embed", name)]
+        assert [(parameter.name, parameter.sources[0]) for parameter in plan.parameters] == [("embed", name)]
 
 
 def test_a_tensor_that_feeds_two_parameters_is_counted_once() -> None:
@@ -366,7 +369,7 @@ def test_a_tensor_that_feeds_two_parameters_is_counted_once() -> None:
     specs = [ParameterSpec("head", "F32", (6, 4), 1), ParameterSpec("embed", "F32", (6, 4), 0)]
     plans = all_plans(publication, specs, 2)
     for plan in plans:
-        assert [parameter.source for parameter in plan.parameters] == ["embed", "embed"]
+        assert [parameter.sources[0] for parameter in plan.parameters] == ["embed", "embed"]
         assert [{r.owns_read for r in parameter.regions} for parameter in plan.parameters] == [{True}, {False}]
     assert read_sums(plans, publication)["embed"] == of_bytes(values_of((6, 4)))
 
@@ -386,12 +389,12 @@ def test_the_twin_that_no_parameter_takes_is_read_whole() -> None:
         ParameterSpec("head", "F32", (6, 4), 0, Coverage.TIED, tied_to="embed"),
     ]
     plans = all_plans(publication, specs, 2)
-    assert {parameter.source for plan in plans for parameter in plan.parameters} == {"embed"}
+    assert {parameter.sources[0] for plan in plans for parameter in plan.parameters} == {"embed"}
     (twin,) = plans[0].readings
     assert not plans[1].readings
-    reading = replace(plans[0], parameters=(*plans[0].parameters, twin))
-    assert execute(twin, publication.segments) == values.tobytes()
-    assert read_sums([reading, plans[1]], publication) == {"embed": of_bytes(values), "head": of_bytes(values)}
+    assert {region.kind for region in twin.regions} == {RegionKind.READ}
+    check_reads(publication.manifest, plans)
+    assert read_sums(plans, publication) == {"embed": of_bytes(values), "head": of_bytes(values)}
 
 
 def test_parameters_that_take_nothing_are_not_planned() -> None:
@@ -434,11 +437,11 @@ def test_a_publication_that_does_not_fit_is_not_planned() -> None:
 BROKEN = {
     "missing": lambda regions: regions[:-1],
     "twice": lambda regions: (*regions, regions[0]),
-    "shifted": lambda regions: (replace(regions[0], target_offset=4), *regions[1:]),
-    "too long": lambda regions: (replace(regions[0], row_bytes=regions[0].row_bytes + 4), *regions[1:]),
-    "wrong stride": lambda regions: (replace(regions[0], target_stride=4), *regions[1:]),
-    "wrong cast": lambda regions: (replace(regions[0], cast="F32_BF16"), *regions[1:]),
-    "beyond": lambda regions: (*regions, replace(regions[0], target_offset=96)),
+    "shifted": lambda regions: (regions[0]._replace(target_offset=4), *regions[1:]),
+    "too long": lambda regions: (regions[0]._replace(row_bytes=regions[0].row_bytes + 4), *regions[1:]),
+    "wrong stride": lambda regions: (regions[0]._replace(target_stride=4), *regions[1:]),
+    "wrong cast": lambda regions: (regions[0]._replace(cast="F32_BF16"), *regions[1:]),
+    "beyond": lambda regions: (*regions, regions[0]._replace(target_offset=96)),
 }
 
 

@@ -1,8 +1,10 @@
-"""The publisher's arenas: shared-memory segments, one per row of the lease table, reused for version after version.
+"""The publisher's shared-memory segments, one per row of the lease table: arenas, reused for version after version, and
+memory lent to the trainer.
 
-Owns which row has which segment, and their making, growing and unlinking. Arenas that a dead publisher left are taken
-over as they are. Refuses to know what a version is. Invariant: every segment's name stands in its row before the
-segment exists, so that none can be lost; and an arena is only written between `begin_write` and `end_write` of its row.
+Owns which row has which segment, and their making, growing and unlinking. What a dead publisher left is taken over as
+arenas. Refuses to know what a version is. Invariant: every segment's name stands in its row before the segment exists,
+so that none can be lost; an arena is only written between `begin_write` and `end_write` of its row; lent memory is
+never chosen as an arena.
 """
 
 import logging
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import SegmentError
+from fastdeploy_rl.errors import DeadlineExceededError, NoSpaceError, SegmentError
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
 
@@ -30,26 +32,27 @@ class ArenaInHand(NamedTuple):
 
 
 class ArenaShelf:
-    """All arenas of a channel, in the hands of its one live publisher."""
+    """All arenas of a channel that belong to publisher number `publisher`, in the hands of its one live process."""
 
-    def __init__(self, table: LeaseTable, channel_key: str, epoch: int, max_arenas: int) -> None:
+    def __init__(self, table: LeaseTable, channel_key: str, epoch: int, max_arenas: int, publisher: int = 0) -> None:
         self._table = table
-        self._prefix = f"fastdeploy_rl.{os.getuid()}.{channel_key}.{epoch}"
+        self._prefix = f"fastdeploy_rl.{os.getuid()}.{channel_key}.{epoch}.{publisher}"
         self._max_arenas = max_arenas
         self._segments: dict[int, SharedSegment] = {}
+        self._lent: dict[int, SharedSegment] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self._segments.values())
+        return sum(segment.num_bytes for held in (self._segments, self._lent) for segment in held.values())
 
     def reconcile(self) -> None:
         """Makes the shelf agree with the table, whatever broke off before: a publisher
         that died, or our own last publication if it was interrupted. Open writes end,
         named segments are taken over, names without a segment are forgotten."""
-        self._table.repair()
+        self._table.repair(kept=self._lent)
         for row in range(NUM_ARENAS):
             name = self._table.segment(row)
-            if name and row not in self._segments:
+            if name and row not in self._segments and row not in self._lent:
                 self._take_over(row, name)
 
     def trim(self, kept: Collection[int]) -> None:
@@ -73,15 +76,38 @@ class ArenaShelf:
         finally:
             self._table.end_write(row)
 
+    def lend(self, num_bytes: int) -> ArenaInHand:
+        """A new segment for the trainer to write into for as long as the publisher lives; its row stays as between
+        `begin_write` and `end_write` until its contents are published. NoSpaceError where no row or no memory is
+        left."""
+        taken = self._segments.keys() | self._lent.keys()
+        row = next((row for row in range(NUM_ARENAS) if row not in taken and not self._table.begin_write(row)), None)
+        if row is None:
+            raise NoSpaceError(
+                f"all {NUM_ARENAS} rows of {self._table.path} are taken: allocate fewer, larger pieces of memory"
+            )
+        try:
+            segment = self._fit(row, num_bytes)
+        except BaseException:
+            self._table.end_write(row)
+            raise
+        self._lent[row] = self._segments.pop(row)
+        return ArenaInHand(row, segment.name, segment.mapping)
+
     def unlink(self, kept: Collection[int] = ()) -> None:
-        """Removes all arenas but the `kept` rows from the channel.
-        Memory goes when the last engine that maps it lets go."""
+        """Removes all segments but those of the `kept` rows from the channel.
+        Memory goes when the last process that maps it lets go."""
         for row in [row for row in self._segments if row not in kept]:
             self._table.withdraw(row)
             self._drop(row)
+        for row in [row for row in self._lent if row not in kept]:
+            self._table.withdraw(row)
+            # Arrays of the trainer lie in it: its mapping ends with the last of them.
+            self._lent.pop(row).unlink()
 
     def close(self) -> None:
-        """Unmaps what is left; segments keep their names."""
+        """Unmaps what is left, but for memory that the trainer has; segments keep their names."""
+        self._lent.clear()
         while self._segments:
             _, segment = self._segments.popitem()
             segment.close()
@@ -98,11 +124,15 @@ class ArenaShelf:
         own = [row for row in self._segments if row not in kept]
         own.sort(key=lambda row: (self._segments[row].num_bytes < num_bytes, self._segments[row].num_bytes))
         is_room = len(self._segments) < self._max_arenas
-        fresh = [row for row in range(NUM_ARENAS) if row not in self._segments] if is_room else []
+        taken = self._segments.keys() | self._lent.keys()
+        fresh = [row for row in range(NUM_ARENAS) if row not in taken] if is_room else []
         for row in own + fresh:
             if not self._table.begin_write(row):
                 return row
-        return self._table.wait_free(own or fresh, deadline_ns)
+        try:
+            return self._table.wait_free(own or fresh, deadline_ns)
+        except DeadlineExceededError as error:
+            raise DeadlineExceededError(f"no free arena: {error}, or allow more arenas (max_arenas)") from None
 
     def _fit(self, row: int, num_bytes: int) -> SharedSegment:
         segment = self._segments.get(row)

@@ -7,6 +7,14 @@
     LEASES                               table of arenas and their holders (publish/leases.py)
     holders/{token}.lock                 one per process that holds leases
 
+Where several processes publish a version together, number 0 owns the files above, and there are for each other one
+
+    LOCK.{i} LEASES.{i}                  as LOCK and LEASES
+    OFFER.{i}                            JSON: what process i has ready, while it waits for the others
+    OUTCOME                              JSON: why the last round of offers failed, and which those were
+    DECISION                             flock of whoever decides about a round just now
+    BELL                                 an int32 that is rung when one of these changes
+
 Owns the files and their atomicity. Refuses to know tensors and arenas. Invariant: `LATEST` names a complete manifest or
 does not exist; a reader sees the old one or the new one, never half.
 """
@@ -30,6 +38,8 @@ from fastdeploy_rl.version import WeightVersion
 _MAX_LATEST_BYTES = 4096
 _MAX_EPOCH_BYTES = 32
 _MANIFEST_NAME = re.compile(r"manifest-[0-9]+\.[0-9]+-[0-9a-f]{16}\.json", re.ASCII)
+_LEFTOVER = re.compile(r"\.(EPOCH|LATEST|OUTCOME|LEASES|manifest-.*)\.[0-9a-z]+\.tmp", re.ASCII)
+_LEASES_OF = re.compile(r"LEASES\.([1-9][0-9]{0,3})", re.ASCII)
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,11 +58,25 @@ class Channel:
 
     @property
     def lock_path(self) -> Path:
-        return self.path / "LOCK"
+        return self.lock_of(0)
 
     @property
     def leases_path(self) -> Path:
-        return self.path / "LEASES"
+        return self.leases_of(0)
+
+    def lock_of(self, publisher: int) -> Path:
+        return self.path / _numbered("LOCK", publisher)
+
+    def leases_of(self, publisher: int) -> Path:
+        return self.path / _numbered("LEASES", publisher)
+
+    @property
+    def decision_path(self) -> Path:
+        return self.path / "DECISION"
+
+    @property
+    def bell_path(self) -> Path:
+        return self.path / "BELL"
 
     @property
     def holders_dir(self) -> Path:
@@ -84,7 +108,7 @@ class Channel:
     def read_latest(self) -> Latest | None:
         """What was published last; None when nothing is. ManifestError when the file is not what a publisher writes."""
         try:
-            data = self._read("LATEST", _MAX_LATEST_BYTES)
+            data = self.read("LATEST", _MAX_LATEST_BYTES)
         except FileNotFoundError:
             return None
         try:
@@ -98,7 +122,7 @@ class Channel:
     def read_manifest(self, latest: Latest) -> Manifest:
         """The manifest that `latest` names, its bytes checked against
         the digest. FileNotFoundError when it was superseded."""
-        data = self._read(latest.file, manifests.MAX_BYTES)
+        data = self.read(latest.file, manifests.MAX_BYTES)
         digest = manifests.file_digest(data)
         if digest != latest.file_digest:
             raise ManifestError(
@@ -130,14 +154,29 @@ class Channel:
             if time.monotonic_ns() >= deadline_ns:
                 raise DeadlineExceededError(f"versions of {self.path} are superseded faster than they can be read")
 
+    def read_epoch(self) -> int:
+        """The one taken last; 0 before the first."""
+        try:
+            text = self.read("EPOCH", _MAX_EPOCH_BYTES).strip()
+        except FileNotFoundError:
+            return 0
+        if not text.isdigit() or len(text) > 18:
+            raise SegmentError(f"{self.path / 'EPOCH'} holds {text!r}, not a number: use another channel")
+        return int(text)
+
+    def publishers(self) -> tuple[int, ...]:
+        """Numbers above 0 of all processes that have, or left, a lease table here."""
+        found = (_LEASES_OF.fullmatch(entry.name) for entry in os.scandir(self.path))
+        return tuple(sorted(int(match[1]) for match in found if match))
+
     # --- writing: under the channel's lock ---------------------------------------------------------
 
     def take_epoch(self) -> int:
         """Counts `EPOCH` up, past that of the latest version, and returns it: the first is 1."""
         latest = self.read_latest()
         published = WeightVersion.parse(latest.version).epoch if latest else 0
-        epoch = max(self._read_epoch(), published) + 1
-        self._replace("EPOCH", f"{epoch}\n".encode())
+        epoch = max(self.read_epoch(), published) + 1
+        self.replace("EPOCH", f"{epoch}\n".encode())
         return epoch
 
     def write_publication(self, manifest: Manifest) -> Latest:
@@ -146,16 +185,15 @@ class Channel:
         data = manifests.encode(manifest)
         digest = manifests.file_digest(data)
         latest = Latest(manifest.version, f"manifest-{manifest.version}-{digest[:16]}.json", digest)
-        self._replace(latest.file, data)
-        self._replace("LATEST", msgspec.json.encode(latest))
+        self.replace(latest.file, data)
+        self.replace("LATEST", msgspec.json.encode(latest))
         return latest
 
     def remove_superseded(self, latest: Latest | None) -> None:
         """Removes every manifest but the one `latest` names, and what an interrupted writer left."""
         kept = latest.file if latest else ""
         for entry in list(os.scandir(self.path)):
-            is_leftover = entry.name.startswith(".") and entry.name.endswith(".tmp")
-            if is_leftover or (_MANIFEST_NAME.fullmatch(entry.name) and entry.name != kept):
+            if _LEFTOVER.fullmatch(entry.name) or (_MANIFEST_NAME.fullmatch(entry.name) and entry.name != kept):
                 Path(entry.path).unlink(missing_ok=True)
 
     def remove_latest(self) -> None:
@@ -164,16 +202,10 @@ class Channel:
         self._sync_directory()
         self.remove_superseded(None)
 
-    def _read_epoch(self) -> int:
-        try:
-            text = self._read("EPOCH", _MAX_EPOCH_BYTES).strip()
-        except FileNotFoundError:
-            return 0
-        if not text.isdigit() or len(text) > 18:
-            raise SegmentError(f"{self.path / 'EPOCH'} holds {text!r}, not a number: use another channel")
-        return int(text)
+    # --- files of a channel ------------------------------------------------------------------------
 
-    def _read(self, name: str, max_bytes: int) -> bytes:
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """A whole file. FileNotFoundError where there is none, ManifestError for what is no regular file or larger."""
         try:
             # Without O_NONBLOCK a pipe in a file's place would keep us for good.
             fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -189,7 +221,8 @@ class Channel:
             raise ManifestError(f"{self.path / name} has more than {max_bytes} bytes")
         return data
 
-    def _replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes) -> None:
+        """Writes a file, whole or not at all."""
         temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -209,3 +242,7 @@ class Channel:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _numbered(name: str, publisher: int) -> str:
+    return f"{name}.{publisher}" if publisher else name

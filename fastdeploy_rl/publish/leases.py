@@ -15,7 +15,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -181,8 +181,8 @@ class LeaseTable:
         if self.generation(arena) != generation:
             self.release_slot(arena, slot, token)
             raise NoPublicationError(
-                f"superseded: arena {arena} of {self.path.parent} moved on from generation {generation} "
-                f"to {self.generation(arena)}; ask for the latest version again"
+                f"superseded, or taken back by its trainer: arena {arena} of {self.path.parent} moved on from "
+                f"generation {generation} to {self.generation(arena)}; ask for the latest version again"
             )
         return Lease(self, arena, generation, slot, token)
 
@@ -214,17 +214,21 @@ class LeaseTable:
         """Claims an arena for writing. Empty: it is the caller's until `end_write`, and no reader can get a lease.
         Otherwise live leases forbid it: they are returned, and nothing changed."""
         if _native.add_u64(self._words, _row(arena), 1) % 2 == 0:
-            _native.add_u64(self._words, _row(arena), -1 % 2**64)
+            self.cancel_write(arena)
             raise SegmentError(f"arena {arena} of {self.path.parent} is already being written")
         holders = self.holders(arena)
         if holders:
-            _native.add_u64(self._words, _row(arena), -1 % 2**64)
+            self.cancel_write(arena)
         return holders
 
     def end_write(self, arena: int) -> int:
         """Ends a write, complete or given up. The generation that stands for the new contents; what nobody is told of,
         nobody can lease."""
         return _native.add_u64(self._words, _row(arena), 1)
+
+    def cancel_write(self, arena: int) -> None:
+        """Ends a write that changed no byte: the contents stand again under the generation they had."""
+        _native.add_u64(self._words, _row(arena), -1 % 2**64)
 
     def withdraw(self, arena: int) -> None:
         """Takes the contents off the table, leased or not: nobody gets a new lease on them. Those who hold one keep it,
@@ -243,21 +247,27 @@ class LeaseTable:
             bell = _native.load_i32(self._words, _BELL)
             blockers: list[HolderInfo] = []
             for arena in arenas:
-                holders = self.begin_write(arena)
+                # Looked at first: while `begin_write` looks, nobody gets a lease on contents that may well stay.
+                holders = self.holders(arena) or self.begin_write(arena)
                 if not holders:
                     return arena
                 blockers.extend(holders)
             now = time.monotonic_ns()
             if now >= deadline_ns:
                 raise DeadlineExceededError(
-                    f"no free arena in {self.path.parent}: still leased by {'; '.join(map(str, blockers))}. "
-                    "Let those engines update or clear, or allow more arenas (max_arenas)"
+                    f"memory of {self.path.parent} is still leased by {'; '.join(map(str, blockers))}. "
+                    "Let those engines update or clear"
                 )
             _native.futex_wait_i32(self._words, _BELL, bell, min(deadline_ns, now + _SLICE_NS))
 
-    def repair(self) -> tuple[int, ...]:
-        """After a publisher died: ends every write it left open. What those arenas hold is named by no manifest."""
-        broken = tuple(arena for arena in range(NUM_ARENAS) if self.generation(arena) % 2)
+    def is_written(self, arena: int) -> bool:
+        """Between `begin_write` and its end: nobody can lease the arena."""
+        return self.generation(arena) % 2 == 1
+
+    def repair(self, kept: Collection[int] = ()) -> tuple[int, ...]:
+        """After a publisher died: ends every write it left open, but for the `kept` arenas. What those arenas hold is
+        named by no manifest."""
+        broken = tuple(arena for arena in range(NUM_ARENAS) if arena not in kept and self.is_written(arena))
         for arena in broken:
             self.end_write(arena)
         return broken

@@ -112,12 +112,12 @@ class IpcStaged:
 
 
 class _ChannelReader:
-    """The open lease table, this process's token in it, and mappings of arenas that take turns: mapping one anew costs
-    as much as half a read of it."""
+    """The open lease tables, one for each process that publishes; this process's token in them; and mappings of arenas
+    that take turns: mapping one anew costs as much as half a read of it."""
 
-    def __init__(self, channel: Channel, table: LeaseTable, holder: Holder, resources: ExitStack) -> None:
+    def __init__(self, channel: Channel, tables: dict[int, LeaseTable], holder: Holder, resources: ExitStack) -> None:
         self._channel = channel
-        self._table = table
+        self._tables = tables
         self._holder = holder
         self._resources = resources
         self._kept: dict[str, SharedSegment] = {}
@@ -126,11 +126,9 @@ class _ChannelReader:
     def open(cls, channel: Channel) -> "_ChannelReader":
         channel.check()
         with ExitStack() as stack:
-            table = LeaseTable(channel.leases_path, channel.holders_dir)
-            table.open()
-            stack.callback(table.close)
+            table = _opened_table(channel, 0, stack)
             holder = stack.enter_context(Holder(channel.holders_dir))
-            return cls(channel, table, holder, stack.pop_all())
+            return cls(channel, {0: table}, holder, stack.pop_all())
 
     def stage(self, manifest: Manifest) -> IpcStaged:
         self._drop_replaced()
@@ -142,8 +140,8 @@ class _ChannelReader:
 
     @property
     def is_current(self) -> bool:
-        """False when the channel was removed and made anew since."""
-        return self._table.is_at_path
+        """False when the channel, or one of its tables, was removed or made anew since."""
+        return all(table.is_at_path for table in self._tables.values())
 
     def trim(self) -> None:
         while self._kept:
@@ -155,10 +153,11 @@ class _ChannelReader:
 
     def _keep(self, segment: SharedSegment) -> None:
         self._kept[segment.name] = segment
+        self._drop_replaced()
 
     def _drop_replaced(self) -> None:
         """Memory whose name is in no row any more belongs to no publication to come: it must not stay for our sake."""
-        names = {self._table.segment(row) for row in range(NUM_ARENAS)}
+        names = {table.segment(row) for table in self._tables.values() for row in range(NUM_ARENAS)}
         for name in [name for name in self._kept if name not in names]:
             self._kept.pop(name).close()
 
@@ -167,13 +166,18 @@ class _ChannelReader:
             raise ManifestError(
                 f"segment {segment.locator!r} claims row {segment.arena} of a lease table of {NUM_ARENAS}"
             )
-        lease = self._table.take(segment.arena, segment.generation, self._holder.token)
+        table = self._table(segment.publisher)
+        lease = table.take(segment.arena, segment.generation, self._holder.token)
         undo.callback(lease.release)
-        if self._table.segment(segment.arena) != segment.locator:
-            raise ManifestError(
-                f"segment {segment.locator!r} is not the one of arena {segment.arena} of {self._channel.path}"
-            )
+        if table.segment(segment.arena) != segment.locator:
+            raise ManifestError(f"segment {segment.locator!r} is not the one of arena {segment.arena} of {table.path}")
         return lease
+
+    def _table(self, publisher: int) -> LeaseTable:
+        """The lease table of one of the processes that publish together, opened when first needed."""
+        if publisher not in self._tables:
+            self._tables[publisher] = _opened_table(self._channel, publisher, self._resources)
+        return self._tables[publisher]
 
     def _map(self, segment: Segment, undo: ExitStack) -> SharedSegment:
         mapped = self._kept.pop(segment.locator, None)
@@ -195,3 +199,10 @@ def _check_unused(segment: SharedSegment) -> None:
             f"published segment {segment.name!r} is still in use: "
             f"{segment.mapping.num_exports} arrays or tensors lie in it"
         )
+
+
+def _opened_table(channel: Channel, publisher: int, resources: ExitStack) -> LeaseTable:
+    table = LeaseTable(channel.leases_of(publisher), channel.holders_dir)
+    table.open()
+    resources.callback(table.close)
+    return table

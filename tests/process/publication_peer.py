@@ -22,7 +22,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.plan.planner import make_plan
-from fastdeploy_rl.publish import publisher as publishing
+from fastdeploy_rl.publish import open_channel
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource, IpcStaged
@@ -103,14 +103,14 @@ def publish(channel: Path) -> None:
 
 
 def write(channel: Path) -> None:
-    def stay(*_: object) -> dict[str, checksum.Fletcher4]:
+    def stay(*_: object) -> list[list[checksum.Fletcher4]]:
         _say("writing")
         sys.stdin.readline()
         raise SystemExit("was to be killed")
 
     with WeightPublisher(channel) as publisher:
         _say(f"published {publisher.publish(weights(1), step=1).version}")
-        publishing._copy_out = stay  # type: ignore[assignment]
+        open_channel.copy_out = stay  # type: ignore[assignment]
         publisher.publish(weights(2), step=2)
 
 

@@ -29,7 +29,8 @@ from fastdeploy_rl.errors import (
     VersionRegressError,
 )
 from fastdeploy_rl.memory import shared_segment
-from fastdeploy_rl.publish import publisher as publishing
+from fastdeploy_rl.plan.conventions import Convention, TensorRule
+from fastdeploy_rl.publish import open_channel
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 
@@ -324,7 +325,7 @@ def test_a_paddle_model_is_published_as_it_is(publisher: WeightPublisher) -> Non
     paddle = pytest.importorskip("paddle", reason="paddle is not installed")
     state = {"a": paddle.rand([4, 6]).astype("bfloat16"), "b": paddle.create_parameter([3], "float32")}
     manifest = publisher.publish(
-        state, step=1, layout="tp:2", shard_axis=lambda name: 1 if name == "a" else None
+        state, step=1, layout="tp:2", convention=lambda name, shape: TensorRule(name, 1 if name == "a" else None)
     ).manifest
     assert [(tensor.dtype, tensor.shape) for tensor in manifest.tensors] == [("BF16", (4, 6)), ("F32", (3,))]
     for tensor in manifest.tensors:
@@ -370,6 +371,10 @@ def test_superseded_manifests_are_removed(publisher: WeightPublisher, channel: P
 # --- what is refused, and that nothing changed -----------------------------------------------------
 
 
+def _along(axis: int) -> Convention:
+    return lambda name, shape: TensorRule(name, axis)
+
+
 def _broken(**changes: Any) -> dict[str, Any]:
     return {"state_dict": weights(2), "step": 2, **changes}
 
@@ -390,8 +395,16 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(state_dict={"": np.zeros(4, "f4")}), ManifestError, "name"),
         (_broken(state_dict={"n" * 600: np.zeros(4, "f4")}), ManifestError, "600 bytes"),
         (_broken(layout="tp:0"), ConfigurationError, "layout"),
-        (_broken(layout="tp:3", shard_axis=lambda name: 0), ConfigurationError, "'t0'.*tp:3.*axis 0"),
-        (_broken(layout="tp:2", shard_axis=lambda name: 5), ConfigurationError, "'t0'.*axis 5"),
+        (
+            _broken(layout="tp:3", convention=_along(0)),
+            ConfigurationError,
+            "'t0'.*tp:3.*axis 0",
+        ),
+        (
+            _broken(layout="tp:2", convention=_along(5)),
+            ConfigurationError,
+            "'t0'.*axis 5",
+        ),
         (_broken(deadline_s=0), ConfigurationError, "deadline_s"),
     ],
 )
@@ -422,7 +435,7 @@ def test_a_publication_that_breaks_off_leaves_the_last_one_and_a_free_arena(
         if place == "transfer":
             patch.setattr(_native, "transfer", break_off)
         elif place == "before":
-            patch.setattr(publishing, "_copy_out", break_off)
+            patch.setattr(open_channel, "copy_out", break_off)
         else:
             patch.setattr(Channel, place, break_off)
         with pytest.raises(error, match="broke off"):

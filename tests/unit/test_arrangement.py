@@ -7,15 +7,18 @@ from hypothesis import strategies as st
 
 from fastdeploy_rl.errors import ConfigurationError, ManifestError
 from fastdeploy_rl.memory.host_tensor import borrow
-from fastdeploy_rl.plan import llama
-from fastdeploy_rl.publish.arrangement import Arrangement, ShardAxis, arrange
+from fastdeploy_rl.plan.conventions import Convention, TensorRule, paddle_llama
+from fastdeploy_rl.publish.arrangement import Arrangement, arrange
 from fastdeploy_rl.version import WeightVersion
 
 
-def _arrange(
-    arrays: dict[str, np.ndarray], layout: str = "full", shard_axis: ShardAxis = llama.shard_axis
-) -> Arrangement:
-    return arrange({name: borrow(array, name) for name, array in arrays.items()}, layout, shard_axis)
+def _arrange(arrays: dict[str, np.ndarray], layout: str = "full", convention: Convention = paddle_llama) -> Arrangement:
+    return arrange({name: borrow(array, name) for name, array in arrays.items()}, layout, convention)
+
+
+def _along(axes: dict[str, int]) -> Convention:
+    """The trainer's names, each cut along its axis."""
+    return lambda name, shape: TensorRule(name, axes.get(name))
 
 
 def _places(arrangement: Arrangement) -> dict[str, list[int]]:
@@ -30,7 +33,7 @@ def test_full_tensors_follow_each_other_at_multiples_of_512() -> None:
 
 def test_shards_come_after_whole_tensors_rank_after_rank() -> None:
     arrays = {"s": np.zeros((4, 128), np.float32), "w": np.zeros(128, np.float32), "t": np.zeros((8, 128), np.float32)}
-    arrangement = _arrange(arrays, "tp:2", lambda name: None if name == "w" else 0)
+    arrangement = _arrange(arrays, "tp:2", _along({"s": 0, "t": 0}))
     assert _places(arrangement) == {"w": [0], "s": [512, 512 + 3072], "t": [512 + 1024, 512 + 4096]}
 
 
@@ -55,7 +58,7 @@ def test_the_same_memory_twice_is_stored_once() -> None:
 def test_the_same_memory_with_another_shape_or_cut_is_stored_twice() -> None:
     weight = np.zeros((4, 4), np.float32)
     assert _arrange({"a": weight, "b": weight.reshape(2, 8)}).aliases == {}
-    assert _arrange({"a": weight, "b": weight}, "tp:2", {"a": 0, "b": 1}.get).aliases == {}
+    assert _arrange({"a": weight, "b": weight}, "tp:2", _along({"a": 0, "b": 1})).aliases == {}
 
 
 def test_empty_tensors_are_never_aliases_of_each_other() -> None:
@@ -78,7 +81,7 @@ def test_an_axis_that_does_not_divide_is_refused_with_name_shape_and_number() ->
 @pytest.mark.parametrize("axis", [2, -1])
 def test_an_axis_that_the_tensor_does_not_have_is_refused(axis: int) -> None:
     with pytest.raises(ConfigurationError, match=rf"'a' cannot be sharded along axis {axis}"):
-        _arrange({"a": np.zeros((2, 2), np.float32)}, "tp:2", lambda name: axis)
+        _arrange({"a": np.zeros((2, 2), np.float32)}, "tp:2", _along({"a": axis}))
 
 
 @pytest.mark.parametrize("name", ["", "n" * 513, "\ud800"])
@@ -104,7 +107,7 @@ def test_pieces_carry_every_byte_of_every_shard_in_order(
     axis %= len(shape)
     shape[axis] *= num_ranks
     array = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
-    arrangement = _arrange({"a": array, "b": np.zeros(3, np.uint8)}, f"tp:{num_ranks}", {"a": axis}.get)
+    arrangement = _arrange({"a": array, "b": np.zeros(3, np.uint8)}, f"tp:{num_ranks}", _along({"a": axis}))
     arrangement.check(WeightVersion(1, 1))
     arena = np.zeros(arrangement.num_bytes, np.uint8)
     source = array.reshape(-1).view(np.uint8)

@@ -1,0 +1,379 @@
+"""How several trainer processes publish one version: each offers what it has ready, number 0 decides for all.
+
+    part i:   OFFER.i, then waits           (LATEST names its memory: published; OUTCOME names its offer: refused)
+    part 0:   waits for an offer of each    (all of one step, from live processes)
+              unites them, and writes the manifest and LATEST while it holds DECISION, after a last look at each offer
+
+An offer is withdrawn only under DECISION, so that no part gives up what becomes published behind its back. Offers of
+the dead do not count, nor those that were decided about before. Owns these files and waits; refuses to know tensors and
+arenas. Invariant: LATEST changes only with a live, standing offer of every part; every wait has a deadline.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from fastdeploy_rl import _native
+from fastdeploy_rl import manifest as manifests
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FastDeployRLError,
+    ManifestError,
+    PeerLostError,
+    TrainerError,
+    from_wire,
+)
+from fastdeploy_rl.manifest import Manifest
+from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
+from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.publish.contribution import Contribution, unite
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+MAX_PARTS = 1024
+_BELL_BYTES = 64
+_SLICE_NS = 50_000_000
+"""The dead ring no bell, so waits look up at least this often."""
+_GRACE_NS = 5_000_000_000
+"""How long, after a deadline, one waits for a decision that is just being written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """This process is number `index` of the `count` that publish each version together; number 0 decides."""
+
+    index: int
+    count: int
+
+
+def checked_part(part: tuple[int, int]) -> Part:
+    """ConfigurationError unless it is (index, count) with 0 <= index < count <= MAX_PARTS."""
+    if not (isinstance(part, tuple) and len(part) == 2 and all(type(number) is int for number in part)):
+        raise ConfigurationError(f"part must be (index, count), got {part!r:.80}")
+    if not 0 <= part[0] < part[1] <= MAX_PARTS:
+        raise ConfigurationError(f"part must be (index, count) with 0 <= index < count <= {MAX_PARTS}, got {part}")
+    return Part(*part)
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one part has ready for `step`, or (`error`: name of a class, `text`) why it has nothing."""
+
+    nonce: str
+    num_parts: int
+    step: int
+    contribution: Contribution | None = None
+    error: str = ""
+    text: str = ""
+
+
+class _Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why the offers with these nonces came to nothing."""
+
+    nonces: tuple[str, ...]
+    error: str
+    text: str
+
+
+_Decoded = TypeVar("_Decoded", Offer, _Outcome)
+
+
+class Found(NamedTuple):
+    """A version that became the latest."""
+
+    manifest: Manifest
+    latest: Latest
+
+
+class Meeting:
+    """One process at the meeting of all parts. Nothing is opened before `open()`."""
+
+    def __init__(self, channel: Channel, part: Part) -> None:
+        self.part = part
+        self._channel = channel
+        self._bell: _native.Mapping | None = None
+        self._read: dict[int, tuple[tuple[int, int], Offer]] = {}
+
+    def open(self) -> None:
+        self._remove_offer()
+        fd = os.open(self._channel.bell_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _BELL_BYTES)
+            self._bell = _native.Mapping.map_fd(fd, _BELL_BYTES, True)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        self._remove_offer()
+        if self._bell is not None:
+            self._ring()
+            self._bell.close()
+            self._bell = None
+
+    # --- part 0 ------------------------------------------------------------------------------------
+
+    def lead(self, version: WeightVersion, own: Contribution, deadline_ns: int) -> Found:
+        """Publishes `own` and the offers of all other parts as one version. DeadlineExceededError names the parts that
+        did not come, PeerLostError one that died, TrainerError what does not fit together; LATEST is then what it
+        was."""
+        offers = self._await_offers(version.step, deadline_ns)
+        manifest = unite(version, [own, *(offer.contribution for offer in offers if offer.contribution)])
+        with self._deciding(deadline_ns):
+            self._check_standing(offers)
+            latest = self._channel.write_publication(manifest)
+        self._ring()
+        return Found(manifest, latest)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tells all who wait with an offer that this round came to nothing."""
+        name, text = _told(error)
+        offers = [self._standing(index) for index in range(1, self.part.count)]
+        outcome = _Outcome(tuple(offer.nonce for offer in offers if offer), name, text)
+        self._channel.replace("OUTCOME", msgspec.json.encode(outcome))
+        self._ring()
+
+    def await_acknowledged(self) -> None:
+        """Returns when every live part has read that its offer was published, or after a moment of grace."""
+        deadline_ns = time.monotonic_ns() + _GRACE_NS
+        published = self._published_segments()
+        while time.monotonic_ns() < deadline_ns:
+            bell = self._look()
+            if not any(_is_among(offer, published) for _, offer in self._live_offers()):
+                return
+            self._wait(bell, deadline_ns)
+        _log.warning("channel=%s event=outcome_not_read parts=%d", self._channel.path, self.part.count)
+
+    def _await_offers(self, step: int, deadline_ns: int) -> list[Offer]:
+        outcome = self._outcome()
+        decided = set(outcome.nonces) if outcome else set()
+        published = self._published_segments()
+        seen: set[int] = set()
+        while True:
+            bell = self._look()
+            offers = {
+                index: offer
+                for index, offer in self._live_offers()
+                if offer.nonce not in decided and not _is_among(offer, published)
+            }
+            ready = {index: offer for index, offer in offers.items() if self._is_ready(index, offer, step)}
+            if len(ready) == self.part.count - 1:
+                return [ready[index] for index in sorted(ready)]
+            self._check_missing(step, ready, seen, deadline_ns)
+            self._wait(bell, deadline_ns)
+
+    def _is_ready(self, index: int, offer: Offer, step: int) -> bool:
+        """False for one that failed at another step: it may still come."""
+        if offer.num_parts != self.part.count:
+            raise TrainerError(
+                f"{self._named(index)} is one of {offer.num_parts} parts, part 0 one of {self.part.count}: "
+                "start all with the same count"
+            )
+        if offer.error and offer.step == step:
+            raise from_wire(offer.error, f"{self._named(index)} could not publish step {step}: {offer.text}")
+        if offer.step != step and not offer.error:
+            raise TrainerError(
+                f"{self._named(index)} publishes step {offer.step}, part 0 step {step}: "
+                "all parts must publish the same step"
+            )
+        return not offer.error
+
+    def _check_missing(self, step: int, ready: dict[int, Offer], seen: set[int], deadline_ns: int) -> None:
+        missing = [index for index in range(1, self.part.count) if index not in ready]
+        for index in missing:
+            if self._is_alive(index):
+                seen.add(index)
+            elif index in seen:
+                raise PeerLostError(f"{self._named(index)} died before it published step {step}; start it again")
+        if time.monotonic_ns() >= deadline_ns:
+            states = [
+                f"{self._named(index)} {'has not published it' if index in seen else 'is not running'}"
+                for index in missing
+            ]
+            raise DeadlineExceededError(f"step {step} is not complete: {'; '.join(states)}")
+
+    def _check_standing(self, offers: Sequence[Offer]) -> None:
+        for index, offer in enumerate(offers, 1):
+            standing = self._standing(index)
+            if not self._is_alive(index) or standing is None or standing.nonce != offer.nonce:
+                raise PeerLostError(
+                    f"{self._named(index)} died or gave up before step {offer.step} was complete; publish again"
+                )
+
+    def _live_offers(self) -> list[tuple[int, Offer]]:
+        found = ((index, self._standing(index)) for index in range(1, self.part.count) if self._is_alive(index))
+        return [(index, offer) for index, offer in found if offer is not None]
+
+    def _published_segments(self) -> set[tuple[str, int]]:
+        latest = self._channel.read_latest()
+        try:
+            return _segments(self._channel.read_manifest(latest).segments) if latest else set()
+        except FileNotFoundError:
+            return set()
+
+    # --- the other parts ---------------------------------------------------------------------------
+
+    def follow(self, step: int, own: Contribution, deadline_ns: int) -> Found:
+        """Offers `own` and waits for what becomes of it: the manifest it stands in, or the error with which part 0
+        refused. PeerLostError when part 0 dies, DeadlineExceededError when it does not decide in time; then the offer
+        is withdrawn, and will not be published."""
+        offer = Offer(secrets.token_hex(8), self.part.count, step, own)
+        before = self._channel.read_latest()
+        self._write_offer(offer)
+        try:
+            outcome = self._await_decision(offer, before, deadline_ns)
+            return outcome if isinstance(outcome, Found) else self._withdraw(offer, outcome)
+        finally:
+            self._remove_offer()
+            self._ring()
+
+    def report(self, step: int, error: BaseException) -> None:
+        """Tells part 0 that this part has nothing to offer, so that it need not wait."""
+        name, text = _told(error)
+        self._write_offer(Offer(secrets.token_hex(8), self.part.count, step, None, name, text))
+
+    def _await_decision(self, offer: Offer, seen: Latest | None, deadline_ns: int) -> Found | FastDeployRLError:
+        was_alive = False
+        while True:
+            bell = self._look()
+            is_leader_alive = self._is_alive(0)
+            latest = self._channel.read_latest()
+            if latest is not None and latest != seen:
+                found = self._manifest_with(offer, latest)
+                if found is not None:
+                    return found
+                seen = latest
+            outcome = self._outcome()
+            if outcome is not None and offer.nonce in outcome.nonces:
+                raise from_wire(outcome.error, outcome.text)
+            if was_alive and not is_leader_alive:
+                return PeerLostError(f"{self._named(0)} died before step {offer.step} was published")
+            was_alive = is_leader_alive
+            if time.monotonic_ns() >= deadline_ns:
+                state = "did not publish it in time" if was_alive else "is not running"
+                return DeadlineExceededError(f"step {offer.step} is not complete: {self._named(0)} {state}")
+            self._wait(bell, deadline_ns)
+
+    def _withdraw(self, offer: Offer, failure: FastDeployRLError) -> Found:
+        with self._deciding(time.monotonic_ns() + _GRACE_NS):
+            latest = self._channel.read_latest()
+            found = self._manifest_with(offer, latest) if latest else None
+            self._remove_offer()
+        if found is None:
+            raise failure
+        return found
+
+    def _manifest_with(self, offer: Offer, latest: Latest) -> Found | None:
+        try:
+            manifest = self._channel.read_manifest(latest)
+        except FileNotFoundError:
+            return None
+        return Found(manifest, latest) if _is_among(offer, _segments(manifest.segments)) else None
+
+    # --- files -------------------------------------------------------------------------------------
+
+    def _offer_name(self, index: int) -> str:
+        return f"OFFER.{index}"
+
+    def _write_offer(self, offer: Offer) -> None:
+        self._channel.replace(self._offer_name(self.part.index), msgspec.json.encode(offer))
+        self._ring()
+
+    def _remove_offer(self) -> None:
+        (self._channel.path / self._offer_name(self.part.index)).unlink(missing_ok=True)
+
+    def _standing(self, index: int) -> Offer | None:
+        """The offer of a part, dead or alive; read anew only when its file is another."""
+        name = self._offer_name(index)
+        try:
+            status = os.stat(self._channel.path / name, follow_symlinks=False)
+            is_known = index in self._read and self._read[index][0] == (status.st_ino, status.st_mtime_ns)
+            if not is_known:
+                offer = _decoded(name, self._channel.read(name, manifests.MAX_BYTES), Offer)
+                self._read[index] = (status.st_ino, status.st_mtime_ns), offer
+        except FileNotFoundError:
+            return None
+        return self._read[index][1]
+
+    def _outcome(self) -> _Outcome | None:
+        try:
+            return _decoded("OUTCOME", self._channel.read("OUTCOME", manifests.MAX_BYTES), _Outcome)
+        except FileNotFoundError:
+            return None
+
+    # --- who lives, and waiting --------------------------------------------------------------------
+
+    def _is_alive(self, index: int) -> bool:
+        return is_alive(self._channel.lock_of(index))
+
+    def _named(self, index: int) -> str:
+        owner = owner_of(self._channel.lock_of(index))
+        return f"part {index} (pid {owner.pid})" if owner else f"part {index}"
+
+    @contextmanager
+    def _deciding(self, deadline_ns: int) -> Iterator[None]:
+        lock = OwnerLock(self._channel.decision_path)
+        self._until(lock.try_acquire, deadline_ns)
+        try:
+            yield
+        finally:
+            lock.release()
+            self._ring()
+
+    def _until(self, is_done: Callable[[], bool], deadline_ns: int) -> None:
+        while True:
+            bell = self._look()
+            if is_done():
+                return
+            if time.monotonic_ns() >= deadline_ns:
+                raise DeadlineExceededError(
+                    f"{owner_of(self._channel.decision_path) or 'another part'} is deciding about this version and "
+                    f"does not end; look at LATEST of {self._channel.path} for what became of it"
+                )
+            self._wait(bell, deadline_ns)
+
+    def _look(self) -> int:
+        return _native.load_i32(self._words, 0)
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            _native.ring_bell(self._words, 0)
+
+    def _wait(self, bell: int, deadline_ns: int) -> None:
+        _native.futex_wait_i32(self._words, 0, bell, min(deadline_ns, time.monotonic_ns() + _SLICE_NS))
+
+    @property
+    def _words(self) -> _native.Mapping:
+        if self._bell is None:
+            raise ConfigurationError(f"the meeting at {self._channel.path} is not open")
+        return self._bell
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """What another process gets to know of an error: the name of its class, and its text."""
+    if isinstance(error, FastDeployRLError):
+        return type(error).__name__, f"{error!s:.4000}"
+    return PeerLostError.__name__, f"it broke off: {type(error).__name__}: {error!s:.500}"
+
+
+def _segments(segments: Sequence[manifests.Segment]) -> set[tuple[str, int]]:
+    """Which contents of which memory."""
+    return {(segment.locator, segment.generation) for segment in segments}
+
+
+def _is_among(offer: Offer, published: set[tuple[str, int]]) -> bool:
+    return offer.contribution is not None and _segments(offer.contribution.segments) <= published
+
+
+def _decoded(name: str, data: bytes, kind: type[_Decoded]) -> _Decoded:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"{name} of the channel cannot be read: {error!s:.500}") from error

@@ -16,6 +16,7 @@ from fastdeploy_rl.observe.doctor.examination import examine
 from fastdeploy_rl.observe.doctor.leftovers import dead_holders, dead_publishers, find_unclaimed, remove_unused
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import retire
+from fastdeploy_rl.testing.fake_cuda import FakeCuda
 from tests.process.private_shm import private_shm
 
 CLI = (sys.executable, "-m", "fastdeploy_rl.cli")
@@ -219,3 +220,20 @@ def test_a_broken_publication_fails_and_the_rest_is_examined_all_the_same(tmp_pa
     assert "fastdeploy-rl retire" in publication.mend
     assert (channel.path / "LATEST").read_text() == "{"
     assert [section.title for section in examination.sections][-1] == "leftovers"
+
+
+# --- GPUs ------------------------------------------------------------------------------------------
+
+
+def test_devices_are_named_by_uuid_and_a_wrong_selection_is_explained(tmp_path: Path) -> None:
+    with FakeCuda() as cuda:
+        command = [*CLI, "doctor", "--ipc-dir", str(tmp_path / "channel"), "--json"]
+        environ = os.environ | cuda.environ | {"CUDA_VISIBLE_DEVICES": "1,MIG-33333333,9"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0
+    checks = checks_of({"out": json.loads(done.stdout)}, "gpu")
+    assert cuda.devices[1].uuid in checks["devices"][0]["found"]
+    (selection,) = checks["CUDA_VISIBLE_DEVICES"]
+    assert selection["status"] == "warn"
+    assert f"MIG-33333333: {cuda.devices[2].uuid}" in selection["found"]
+    assert "9: names no device" in selection["found"]

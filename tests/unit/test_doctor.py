@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_rl.observe.doctor import machine
+from fastdeploy_rl.memory.cuda_devices import CudaDevice
+from fastdeploy_rl.observe.doctor import gpu, machine
 from fastdeploy_rl.observe.doctor.channel import judge_directory, judge_unclaimed
 from fastdeploy_rl.observe.doctor.check import Check, Section, Status, fail, ok, size_text, warn, worst
 from fastdeploy_rl.observe.doctor.examination import examine
@@ -221,6 +222,26 @@ def test_descriptors_out_of_reach_matter_to_cuda_only() -> None:
     assert blocked.status is Status.WARN
     assert "pidfd_getfd" in blocked.found
     assert "--cap-add=SYS_PTRACE" in blocked.mend
+
+
+def test_a_machine_without_a_gpu_is_fine_and_a_container_without_its_gpu_is_not(fake: FakeMachine) -> None:
+    assert gpu.judge_absence("no CUDA driver", fake.kernel, None) == ok("devices", "none: CPU only")
+    assert gpu.judge_absence("no CUDA driver", fake.kernel, "").status is Status.OK
+    assert "unset CUDA_VISIBLE_DEVICES" in gpu.judge_absence("no CUDA driver", fake.kernel, "0").mend
+    fake.write("/proc/driver/nvidia/version", "NVRM version: 550\n")
+    assert "--gpus all" in gpu.judge_absence("no CUDA driver", fake.kernel, None).mend
+    fake.write("/dev/nvidiactl", "")
+    assert "NVIDIA_DRIVER_CAPABILITIES" in gpu.judge_absence("no CUDA driver", fake.kernel, None).mend
+
+
+def test_each_entry_of_cuda_visible_devices_is_explained() -> None:
+    devices = [CudaDevice(0, "GPU-11111111-aaaa-4aaa-8aaa-000000000001", "Fake A100")]
+    assert gpu.judge_selection(None, devices).status is Status.OK
+    assert gpu.judge_selection("GPU-11111111", devices).status is Status.OK
+    check = gpu.judge_selection("0,MIG-7", devices)
+    assert check.status is Status.WARN
+    assert "0: GPU-11111111" in check.found
+    assert "MIG-7: names no device" in check.found
 
 
 def test_packages_are_compared_by_their_numbers() -> None:

@@ -49,16 +49,19 @@ def examine(
         _section("packages", lambda: [*machine.check_packages(), native]),
     ]
     if native.status is Status.OK:
-        sections += _sections_of_processes(place, engine)
+        sections += _sections_of_processes(place, engine, kernel)
     return Examination(worst(sections), sections, removed)
 
 
-def _sections_of_processes(place: Path, engine: int | None) -> list[Section]:
+def _sections_of_processes(place: Path, engine: int | None, kernel: Kernel) -> list[Section]:
+    """Those that need the native core."""
     from fastdeploy_rl.observe.doctor import channel as channels
+    from fastdeploy_rl.observe.doctor import gpu
     from fastdeploy_rl.publish.channel import Channel
 
     channel = Channel(place)
     return [
+        _section("gpu", lambda: gpu.check_gpus(kernel)),
         _section("channel", lambda: channels.check_channel(channel)),
         _section("engines", lambda: channels.check_engines(engine)),
         _section("leftovers", lambda: channels.check_leftovers(channel)),

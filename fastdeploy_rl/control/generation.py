@@ -1,11 +1,11 @@
 """What the HTTP side and an engine say to each other about generating text.
 
-Owns the records of one request and its tokens, and the Protocols behind which
-engine and tokenizer stand. Knows neither HTTP nor processes. Invariant: the tokens
-of a request come in order, and the last one, and only that, has a finish reason.
+Owns the records of one request and its tokens, and the Protocols behind which engine and tokenizer stand. Knows neither
+HTTP nor processes. Invariant: the tokens of a request come in order, and the last one, and only that, has a finish
+reason.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -13,36 +13,70 @@ import msgspec
 MAX_STOP_STRINGS = 4
 
 
-class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the next token is chosen. `temperature` 0 is greedy;
-    `top_k` 0 and `top_p` 1 do not narrow; `seed` None draws one."""
+class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the next token is chosen. `temperature` 0 is greedy; `seed` None draws one; other defaults change nothing.
+
+    Presence and frequency penalty and `logit_bias` (token id -> what is added to its logit) are OpenAI's;
+    `repetition_penalty` is Hugging Face's, over prompt and completion; `min_p` keeps tokens at least that much as
+    likely as the likeliest."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prompt as token ids. Ends after `max_tokens`, or at an end token of the model unless `ignore_eos`."""
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """What a request gets where it is silent. `max_tokens` None leaves it to the route."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One prompt as token ids. Ends after `max_tokens`, or at an end token of the model unless `ignore_eos`.
+
+    `num_logprobs` None: no log-probabilities, which saves the work; n: that of each chosen token and of the n most
+    likely ones."""
 
     token_ids: list[int]
     max_tokens: int
     sampling: SamplingOptions
     ignore_eos: bool = False
+    num_logprobs: int | None = None
 
 
-class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One token, the version of the weights that made it, and the natural logarithm of its probability.
+class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One token, the version of the weights that made it and, where asked for, the natural logarithm of its probability
+    and (token id, logarithm) of the most likely ones, falling.
 
     `finish_reason` is "" until the last: "stop", "length" or "abort"; an aborted request ends in a record with
     `token_id` -1 and the cause in `error`. An end token is reported like any other."""
 
     token_id: int
     version: str
-    logprob: float
+    logprob: float | None = None
     finish_reason: str = ""
     error: str = ""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an engine is: requests that run and that wait, pages of the KV cache that are free, of how many."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
 
 
 class VersionSpan(NamedTuple):
@@ -60,6 +94,28 @@ def version_spans(versions: Sequence[str]) -> list[VersionSpan]:
     return [VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=True)] if starts else []
 
 
+class NextToken(NamedTuple):
+    """A token of request number `request`, from 0, of those that were started together."""
+
+    request: int
+    token: GeneratedToken
+
+
+class Generation(Protocol):
+    """Requests that were started together, as one stream of their tokens. Ends when all of them have ended."""
+
+    def __aiter__(self) -> "Generation": ...
+    async def __anext__(self) -> NextToken: ...
+
+    def cancel(self, request: int) -> None:
+        """Nobody reads this request any more; no token of it comes after this. One that has ended is left alone."""
+        ...
+
+    def close(self) -> None:
+        """Cancels what has not ended, and ends the stream, also for a reader that is waiting. May be called again."""
+        ...
+
+
 class GenerationClient(Protocol):
     """The engine as the HTTP side sees it; all calls on the event loop's thread."""
 
@@ -73,9 +129,19 @@ class GenerationClient(Protocol):
         """Token ids are below this."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        """Streams the tokens; closing the iterator early cancels the
-        request. NotServingError where the engine cannot take it."""
+    @property
+    def max_requests(self) -> int:
+        """That it takes at once, running and waiting together."""
+        ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """As the engine last told it."""
+        ...
+
+    def start(self, requests: Sequence[GenerationRequest]) -> Generation:
+        """All of them or none: OverloadedError where there is no room for all, NotServingError where the engine is
+        going away. Close what is returned."""
         ...
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from fastdeploy_rl.control.generation import EngineLoad
 from fastdeploy_rl.lifecycle import Admission
 from fastdeploy_rl.report import EngineStatus, UpdateReport
 
@@ -46,6 +47,12 @@ class EngineMetrics:
         self._requests = Counter(
             f"{prefix}_requests", "Requests by how they ended", ["result"], registry=self._registry
         )
+        self._requests_now = Gauge(
+            f"{prefix}_requests_now", "Requests in the engine by state", ["state"], registry=self._registry
+        )
+        self._kv_pages = Gauge(
+            f"{prefix}_kv_pages", "Pages of the KV cache by state", ["state"], registry=self._registry
+        )
         self._tokens = Counter(f"{prefix}_tokens", "Tokens by kind", ["kind"], registry=self._registry)
         self._heartbeat_age = Gauge(
             f"{prefix}_heartbeat_age_seconds", "Age of a rank's last sign of life", ["rank"], registry=self._registry
@@ -65,8 +72,8 @@ class EngineMetrics:
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(completion_tokens)
 
-    def render(self, status: EngineStatus) -> bytes:
-        """The page in Prometheus' text format, with `status` as the present."""
+    def render(self, status: EngineStatus, load: EngineLoad) -> bytes:
+        """The page in Prometheus' text format, with `status` and `load` as the present."""
         self._weights.clear()
         if status.version and status.is_serving:
             self._weights.labels(status.version, status.content_digest).set(1)
@@ -74,6 +81,10 @@ class EngineMetrics:
             self._admission.labels(state.value).set(state.value == status.admission)
         for rank in status.ranks:
             self._heartbeat_age.labels(str(rank.rank)).set(rank.heartbeat_age_s)
+        self._requests_now.labels("running").set(load.num_running)
+        self._requests_now.labels("waiting").set(load.num_waiting)
+        self._kv_pages.labels("free").set(load.num_free_pages)
+        self._kv_pages.labels("held").set(load.num_pages - load.num_free_pages)
         return generate_latest(self._registry)
 
 

@@ -1,29 +1,41 @@
 """OpenAI's completion responses: whole ones and the chunks of a stream.
 
-Owns the names of the JSON; refuses to know HTTP, engines and tokenizers. Beyond OpenAI's fields a response carries
-`weight_versions`: spans over the completion tokens, each made by one version of the weights, and token ids where they
-were asked for.
+Owns the names of the JSON; refuses to know HTTP, engines and tokenizers. Beyond OpenAI's fields every choice carries
+`weight_versions`: spans over its tokens, each made by one version of the weights (in a stream each chunk carries its
+token's `weight_version`, and the last of a choice the spans), and token ids where they were asked for. A response of
+one choice also has its `weight_versions` at the top.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastdeploy_rl.control.generation import GeneratedToken, version_spans
+from fastdeploy_rl.errors import FastDeployRLError, RequestError
 
 Json = dict[str, Any]
 
 
+class TokenText(NamedTuple):
+    """A token in words, where log-probabilities were asked for. `offset`: characters of the completion before it."""
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]]
+    offset: int
+
+
 @dataclass
-class Completion:
-    """What has been generated so far. `pieces[i]` is the text that
+class Choice:
+    """What has been generated of one choice so far. `pieces[i]` is the text that
     became final with token i; the last one also holds the rest."""
 
+    index: int
     prompt_token_ids: list[int]
     tokens: list[GeneratedToken] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)
+    token_texts: list[TokenText] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str = ""
 
@@ -38,9 +50,15 @@ class Completion:
     def weight_versions(self) -> list[Json]:
         return [span._asdict() for span in version_spans([token.version for token in self.tokens])]
 
-    def usage(self) -> Json:
-        prompt, completion = len(self.prompt_token_ids), len(self.tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+class Usage(NamedTuple):
+    """A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def as_json(self) -> Json:
+        return self._asdict() | {"total_tokens": self.prompt_tokens + self.completion_tokens}
 
 
 @dataclass(frozen=True)
@@ -51,81 +69,138 @@ class ResponseFormat:
     created: int
     model: str
     is_chat: bool
-    wants_logprobs: bool
+    num_choices: int
+    num_logprobs: int | None
     wants_token_ids: bool
+    wants_stream_usage: bool
 
     @classmethod
-    def begin(cls, *, model: str, is_chat: bool, wants_logprobs: bool, wants_token_ids: bool) -> "ResponseFormat":
+    def begin(
+        cls,
+        *,
+        model: str,
+        is_chat: bool,
+        num_choices: int,
+        num_logprobs: int | None,
+        wants_token_ids: bool,
+        wants_stream_usage: bool,
+    ) -> "ResponseFormat":
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return cls(name, int(time.time()), model, is_chat, wants_logprobs, wants_token_ids)
+        created = int(time.time())
+        return cls(name, created, model, is_chat, num_choices, num_logprobs, wants_token_ids, wants_stream_usage)
 
-    def whole(self, done: Completion) -> Json:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
         """The answer of a request that was not streamed."""
-        content: Json = (
-            {"message": {"role": "assistant", "content": done.text}} if self.is_chat else {"text": done.text}
-        )
-        choice = content | self._choice(done, slice(None), done.finish_reason)
-        if self.wants_token_ids:
-            choice |= {"prompt_token_ids": done.prompt_token_ids, "completion_token_ids": done.token_ids}
-        return self._envelope(choice, streamed=False) | {
-            "usage": done.usage(),
-            "weight_versions": done.weight_versions(),
-        }
+        body = self._envelope([self._whole_choice(choice) for choice in choices], is_chunk=False)
+        return body | self._top_versions(choices[0]) | {"usage": usage.as_json()}
 
-    def opening(self) -> Json | None:
+    def opening(self, choice: Choice) -> Json | None:
         """The chunk before any text; only a chat has one."""
         if not self.is_chat:
             return None
-        return self._envelope(
-            {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}, streamed=True
+        return self._chunk(
+            {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         )
 
-    def chunk(self, done: Completion, new: slice, text: str) -> Json:
-        """The tokens `new` and the text that became final with them."""
+    def chunk(self, choice: Choice) -> Json:
+        """The newest token and the text that became final with it."""
+        token, text = choice.tokens[-1], choice.pieces[-1]
         content: Json = {"delta": {"content": text}} if self.is_chat else {"text": text}
-        choice = content | self._choice(done, new, None)
+        body = content | {
+            "index": choice.index,
+            "finish_reason": None,
+            "logprobs": self._logprobs(choice.token_texts[-1:]),
+            "weight_version": token.version,
+        }
         if self.wants_token_ids:
-            choice["completion_token_ids"] = done.token_ids[new]
-        return self._envelope(choice, streamed=True)
+            body["completion_token_ids"] = [token.token_id]
+        return self._chunk(body)
 
-    def closing(self, done: Completion, *, with_usage: bool) -> Json:
-        """The last chunk: why it ended, and which versions made it."""
+    def closing(self, choice: Choice) -> Json:
+        """The last chunk of a choice: why it ended, and which versions made it."""
         content: Json = {"delta": {}} if self.is_chat else {"text": ""}
-        choice = content | {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
+        body = content | {
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "logprobs": None,
+            "weight_versions": choice.weight_versions(),
+        }
         if self.wants_token_ids:
-            choice["prompt_token_ids"] = done.prompt_token_ids
-        last = self._envelope(choice, streamed=True) | {"weight_versions": done.weight_versions()}
-        return last | ({"usage": done.usage()} if with_usage else {})
+            body["prompt_token_ids"] = choice.prompt_token_ids
+        return self._chunk(body) | self._top_versions(choice)
 
-    def _choice(self, done: Completion, new: slice, finish_reason: str | None) -> Json:
-        return {"index": 0, "finish_reason": finish_reason, "logprobs": self._logprobs(done, new)}
-
-    def _logprobs(self, done: Completion, new: slice) -> Json | None:
-        if not self.wants_logprobs:
+    def usage_chunk(self, usage: Usage) -> Json | None:
+        """What follows the last choice where it was asked for."""
+        if not self.wants_stream_usage:
             return None
-        form: Callable[[Sequence[str], Sequence[float], int], Json] = _chat_logprobs if self.is_chat else _text_logprobs
-        offset = len("".join(done.token_texts[: new.start or 0]))
-        return form(done.token_texts[new], [token.logprob for token in done.tokens[new]], offset)
+        return self._envelope([], is_chunk=True) | {"usage": usage.as_json()}
 
-    def _envelope(self, choice: Json, *, streamed: bool) -> Json:
-        kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.is_chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
+    def _whole_choice(self, choice: Choice) -> Json:
+        text = choice.text
+        content: Json = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
+        )
+        body = content | {
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "logprobs": self._logprobs(choice.token_texts),
+            "weight_versions": choice.weight_versions(),
+        }
+        if self.wants_token_ids:
+            body |= {"prompt_token_ids": choice.prompt_token_ids, "completion_token_ids": choice.token_ids}
+        return body
+
+    def _top_versions(self, choice: Choice) -> Json:
+        return {"weight_versions": choice.weight_versions()} if self.num_choices == 1 else {}
+
+    def _logprobs(self, texts: Sequence[TokenText]) -> Json | None:
+        if self.num_logprobs is None:
+            return None
+        return _chat_logprobs(texts) if self.is_chat else _text_logprobs(texts, self.num_logprobs)
+
+    def _chunk(self, choice: Json) -> Json:
+        # With usage asked for, OpenAI sends a null in every chunk but the last.
+        return self._envelope([choice], is_chunk=True) | ({"usage": None} if self.wants_stream_usage else {})
+
+    def _envelope(self, choices: list[Json], *, is_chunk: bool) -> Json:
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def error_body(kind: str, message: str) -> Json:
-    """OpenAI's error form; `type` is the name of the error's class."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def error_body(error: Exception) -> Json:
+    """OpenAI's error form; `type` is the name of the error's class, `code` OpenAI's word where there is one."""
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    kind = type(error).__name__ if isinstance(error, FastDeployRLError) else "InternalServerError"
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def _text_logprobs(texts: Sequence[str], logprobs: Sequence[float], offset: int) -> Json:
-    offsets = [offset + len("".join(texts[:i])) for i in range(len(texts))]
-    return {"tokens": list(texts), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
-
-
-def _chat_logprobs(texts: Sequence[str], logprobs: Sequence[float], offset: int) -> Json:
+def _text_logprobs(texts: Sequence[TokenText], num_logprobs: int) -> Json:
+    """The form of /v1/completions; the chosen token is among `top_logprobs` even where it is none of the likeliest."""
+    top = [_by_text([*token.top, (token.text, token.logprob)]) for token in texts] if num_logprobs else None
     return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
-        ]
+        "tokens": [token.text for token in texts],
+        "token_logprobs": [token.logprob for token in texts],
+        "top_logprobs": top,
+        "text_offset": [token.offset for token in texts],
     }
+
+
+def _by_text(entries: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of several tokens with one text (parts of a character) the likeliest stands."""
+    found: dict[str, float] = {}
+    for text, logprob in entries:
+        found[text] = max(logprob, found.get(text, logprob))
+    return found
+
+
+def _chat_logprobs(texts: Sequence[TokenText]) -> Json:
+    content = [
+        _chat_entry(token.text, token.logprob) | {"top_logprobs": [_chat_entry(*entry) for entry in token.top]}
+        for token in texts
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(text: str, logprob: float) -> Json:
+    # A token that is part of a character has no text of its own, and then nobody here knows its bytes.
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

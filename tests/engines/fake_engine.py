@@ -1,20 +1,27 @@
 """A stand-in for engine, tokenizer and board behind the HTTP face: tokens are the bytes of the text."""
 
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastdeploy_rl.control.completions import CompletionService
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.generation import (
+    EngineLoad,
+    GeneratedToken,
+    GenerationDefaults,
+    GenerationRequest,
+    NextToken,
+)
 from fastdeploy_rl.control.http_app import EngineFace
 from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.control.weights_service import WeightsService
-from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.errors import FastDeployRLError, OverloadedError
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, RankReport, RankStatus, StepReport, UpdateReport
 
 END = 0
 MODEL = "bytes"
+NEUTRAL = GenerationDefaults()
 RECEIPT = Receipt(version="1.2", source="ipc", content_digest="c0", read={"w": "00"}, live={"w": ["00", "00"]})
 
 
@@ -32,38 +39,91 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
-    """Answers every request with `answer`, token by token; from token `switch_at` on by version 1.2 instead of 1.1."""
+    """Answers every request with `answer`, token by token, the requests of one generation in turn; from token
+    `switch_at` on by version 1.2 instead of 1.1."""
 
     max_model_len = 64
     vocab_size = 256
+    max_requests = 6
+    load = EngineLoad(1, 2, 3, 10)
 
     def __init__(self, answer: bytes = b"Paris\0", switch_at: int = 3) -> None:
         self.answer = answer
         self.switch_at = switch_at
         self.requests: list[GenerationRequest] = []
-        self.num_unfinished = 0
+        self.generations: list[ScriptedGeneration] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        self.requests.append(request)
-        self.num_unfinished += 1
+    def start(self, requests: Sequence[GenerationRequest]) -> "ScriptedGeneration":
+        self.requests += requests
+        self.generations.append(ScriptedGeneration([self.script(request) for request in requests]))
+        return self.generations[-1]
+
+    def script(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         for index, token_id in enumerate(self.answer[: request.max_tokens]):
             is_end = token_id == END and not request.ignore_eos
             reason = "stop" if is_end else "length" if index + 1 == request.max_tokens else ""
             version = "1.2" if index >= self.switch_at else "1.1"
-            if reason:
-                self.num_unfinished -= 1
-            yield GeneratedToken(token_id, version, -0.5, reason)
+            yield token(request, token_id, version, reason)
             if reason:
                 return
+
+
+def token(request: GenerationRequest, token_id: int, version: str, reason: str = "") -> GeneratedToken:
+    """Its logarithms, where they are asked for, are -0.5 for the chosen one, then -0.5, -1.5, ... for the likeliest."""
+    if request.num_logprobs is None:
+        return GeneratedToken(token_id, version, finish_reason=reason)
+    top = tuple((token_id + place, -0.5 - place) for place in range(request.num_logprobs))
+    return GeneratedToken(token_id, version, -0.5, reason, top_logprobs=top)
+
+
+class ScriptedGeneration:
+    """Scripts in turn, one token of each. `cancelled`: indices whose rest nobody wanted."""
+
+    def __init__(self, scripts: Sequence[Iterator[GeneratedToken]]) -> None:
+        self._live = dict(enumerate(scripts))
+        self._turns = list(self._live)
+        self.cancelled: list[int] = []
+        self.is_closed = False
+
+    def __aiter__(self) -> "ScriptedGeneration":
+        return self
+
+    async def __anext__(self) -> NextToken:
+        while self._turns:
+            index = self._turns.pop(0)
+            made = next(self._live[index], None) if index in self._live else None
+            if made is not None:
+                if made.finish_reason:
+                    del self._live[index]
+                else:
+                    self._turns.append(index)
+                return NextToken(index, made)
+        raise StopAsyncIteration
+
+    def cancel(self, index: int) -> None:
+        if self._live.pop(index, None) is not None:
+            self.cancelled.append(index)
+
+    def close(self) -> None:
+        for index in list(self._live):
+            self.cancel(index)
+        self.is_closed = True
 
 
 class AbortingEngine(ScriptedEngine):
     """Ends every request after `switch_at` tokens, as a clear does."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+    def script(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         for token_id in self.answer[: self.switch_at]:
-            yield GeneratedToken(token_id, "1.1", -0.5)
-        yield GeneratedToken(-1, "", 0.0, "abort", "weights were cleared")
+            yield token(request, token_id, "1.1")
+        yield GeneratedToken(-1, "", None, "abort", "weights were cleared")
+
+
+class FullEngine(ScriptedEngine):
+    """Has no room."""
+
+    def start(self, requests: Sequence[GenerationRequest]) -> ScriptedGeneration:
+        raise OverloadedError("6 requests are running or waiting; try again later")
 
 
 class ScriptedBoard:
@@ -124,7 +184,7 @@ def report(command: int, kind: object) -> UpdateReport:
     return UpdateReport(command, str(kind), "done", "1.2", "1.1", 0.2, 0.1, [rank])
 
 
-def make_face(engine: ScriptedEngine, board: ScriptedBoard) -> EngineFace:
+def make_face(engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL) -> EngineFace:
     metrics = EngineMetrics()
-    completions = CompletionService(engine, ByteTokenizer(), metrics, MODEL)
+    completions = CompletionService(engine, ByteTokenizer(), metrics, MODEL, defaults)
     return EngineFace(completions, WeightsService(board), metrics)

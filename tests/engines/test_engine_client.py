@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest, SamplingOptions
-from fastdeploy_rl.engines.embedded import engine_client
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, NextToken, SamplingOptions
 from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
 from fastdeploy_rl.engines.embedded.messages import Cancel, FromWorker, Start, Tokens, WorkerSocket, encode
-from fastdeploy_rl.errors import NotServingError
+from fastdeploy_rl.errors import NotServingError, OverloadedError
 
 REQUEST = GenerationRequest([1, 2], 3, SamplingOptions())
 DEADLINE_S = 20.0
+MAX_REQUESTS = 3
+LOAD = EngineLoad(1, 0, 6, 8)
 
 
 class Rank0:
@@ -32,14 +33,14 @@ class Rank0:
         return list(self._worker.receive())
 
     async def say(self, *tokens: tuple[str, GeneratedToken]) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._connection, encode(Tokens(list(tokens))))
+        await asyncio.get_running_loop().sock_sendall(self._connection, encode(Tokens(list(tokens), LOAD)))
 
 
 def with_client(scene: Callable[[EngineClient, Rank0], Awaitable[None]]) -> None:
     async def play() -> None:
         ours, theirs = socket.socketpair()
         link, rank0 = WorkerLink(ours), Rank0(theirs)
-        client = EngineClient(link, max_model_len=16, vocab_size=8)
+        client = EngineClient(link, max_model_len=16, vocab_size=8, max_requests=MAX_REQUESTS)
 
         def deliver(message: FromWorker) -> None:
             assert isinstance(message, Tokens)
@@ -65,7 +66,7 @@ def token(token_id: int, finish_reason: str = "") -> GeneratedToken:
 def test_tokens_go_to_their_own_request() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
         async def read() -> list[int]:
-            return [made.token_id async for made in client.generate(REQUEST)]
+            return [item.token.token_id async for item in client.start([REQUEST])]
 
         readers = [asyncio.create_task(read()) for _ in range(2)]
         started = await rank0.receive()
@@ -73,51 +74,68 @@ def test_tokens_go_to_their_own_request() -> None:
         await rank0.say(("2", token(5)), ("1", token(6)))
         await rank0.say(("1", token(7, "stop")), ("2", token(4, "length")))
         assert await asyncio.gather(*readers) == [[6, 7], [5, 4]]
+        assert client.load == LOAD
 
     with_client(scene)
 
 
-def test_a_reader_that_goes_away_cancels_its_request_and_late_tokens_are_dropped() -> None:
+def test_requests_that_start_together_come_as_one_stream_and_one_of_them_can_be_cancelled() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
-        tokens = client.generate(REQUEST)
-        reading = asyncio.create_task(anext(tokens))
-        assert await rank0.receive() == [Start("1", REQUEST)]
-        await rank0.say(("1", token(5)))
-        assert (await reading).token_id == 5
-        await tokens.aclose()
-        assert await rank0.receive() == [Cancel("1")]
-        await rank0.say(("1", token(6, "stop")))
+        both = client.start([REQUEST, REQUEST])
+        await rank0.receive()
+        await rank0.say(("2", token(5)), ("1", token(6)), ("2", token(3)))
+        assert await anext(both) == NextToken(1, token(5))
+        both.cancel(1)
+        assert await rank0.receive() == [Cancel("2")]
+        await rank0.say(("2", token(4, "stop")), ("1", token(7, "stop")))
+        assert [item async for item in both] == [NextToken(0, token(6)), NextToken(0, token(7, "stop"))]
+        both.close()
+        client.start([REQUEST])
+        assert await rank0.receive() == [Start("3", REQUEST)]
+
+    with_client(scene)
+
+
+def test_closing_cancels_what_has_not_ended_and_wakes_who_waits_for_it() -> None:
+    async def scene(client: EngineClient, rank0: Rank0) -> None:
+        both = client.start([REQUEST, REQUEST])
+        await rank0.receive()
+        await rank0.say(("1", token(5, "stop")))
+        assert await anext(both) == NextToken(0, token(5, "stop"))
+        waiting = asyncio.create_task(anext(both, None))
+        await asyncio.sleep(0)
+        both.close()
+        assert await waiting is None
+        assert await rank0.receive() == [Cancel("2")]
+        await rank0.say(("2", token(6, "stop")))
+        both.close()
 
     with_client(scene)
 
 
 def test_a_stopping_engine_ends_every_request_with_its_reason_and_takes_no_more() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
-        tokens = client.generate(REQUEST)
-        reading = asyncio.create_task(anext(tokens))
+        tokens = client.start([REQUEST])
         await rank0.receive()
         client.fail_all("the engine is stopping")
-        last = await reading
+        (last,) = [item.token async for item in tokens]
         assert (last.finish_reason, last.error) == ("abort", "the engine is stopping")
-        with pytest.raises(StopAsyncIteration):
-            await anext(tokens)
         with pytest.raises(NotServingError, match="stopping"):
-            await anext(client.generate(REQUEST))
+            client.start([REQUEST])
 
     with_client(scene)
 
 
-def test_too_many_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_REQUESTS", 1)
-
+def test_more_requests_than_there_is_room_for_are_refused_together() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
-        tokens = client.generate(REQUEST)
-        reading = asyncio.create_task(anext(tokens))
-        await rank0.receive()
-        with pytest.raises(NotServingError, match="1 requests"):
-            await anext(client.generate(REQUEST))
+        first = client.start([REQUEST, REQUEST])
+        with pytest.raises(OverloadedError, match="2 requests are running or waiting, and the engine takes 3"):
+            client.start([REQUEST, REQUEST])
+        assert await rank0.receive() == [Start("1", REQUEST), Start("2", REQUEST)]
         await rank0.say(("1", token(5, "stop")))
-        assert (await reading).token_id == 5
-        await tokens.aclose()
+        assert await anext(first) == NextToken(0, token(5, "stop"))
+        client.start([REQUEST, REQUEST])
+        with pytest.raises(OverloadedError):
+            client.start([REQUEST])
 
     with_client(scene)

@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import MODEL, AbortingEngine, ScriptedBoard, ScriptedEngine, make_face
+from fake_engine import MODEL, NEUTRAL, AbortingEngine, FullEngine, ScriptedBoard, ScriptedEngine, make_face
 
+from fastdeploy_rl.control.generation import GenerationDefaults, SamplingOptions
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 
@@ -16,9 +17,9 @@ from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 class Client:
     """Requests against the application itself, without a socket."""
 
-    def __init__(self, engine: ScriptedEngine, board: ScriptedBoard) -> None:
+    def __init__(self, engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL) -> None:
         self.engine, self.board = engine, board
-        self.face = make_face(engine, board)
+        self.face = make_face(engine, board, defaults)
         self._app = make_app(self.face)
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
@@ -56,6 +57,9 @@ def test_completion_has_text_usage_and_the_versions_that_made_it(client: Client)
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Paris", "stop")
     assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+    assert choice["logprobs"] is None
+    assert client.engine.requests[0].num_logprobs is None
+    assert body["weight_versions"] == choice["weight_versions"]
     assert body["weight_versions"] == [
         {"version": "1.1", "start": 0, "end": 3},
         {"version": "1.2", "start": 3, "end": 6},
@@ -64,7 +68,7 @@ def test_completion_has_text_usage_and_the_versions_that_made_it(client: Client)
 
 def test_chat_goes_through_the_template(client: Client) -> None:
     body = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Paris"}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Paris", "refusal": None}
     assert bytes(client.engine.requests[0].token_ids) == b"<user>hi"
     assert client.engine.requests[0].max_tokens == client.engine.max_model_len - len(b"<user>hi")
 
@@ -73,12 +77,66 @@ def test_chat_goes_through_the_template(client: Client) -> None:
 def test_stream_adds_up_to_the_whole_answer(client: Client, path: str) -> None:
     is_chat = "chat" in path
     body = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
-    events = client.events(path, body | {"stream_options": {"include_usage": True}})
+    *events, last = client.events(path, body | {"stream_options": {"include_usage": True}})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 6
+    assert [event["usage"] for event in events] == [None] * len(events)
     pieces = [e["choices"][0]["delta"].get("content", "") if is_chat else e["choices"][0]["text"] for e in events]
     assert "".join(pieces) == "Paris"
     assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["stop"]
     assert events[-1]["weight_versions"][1] == {"version": "1.2", "start": 3, "end": 6}
-    assert events[-1]["usage"]["completion_tokens"] == 6
+    assert events[-1]["choices"][0]["weight_versions"] == events[-1]["weight_versions"]
+    chunks = [e["choices"][0] for e in events if "weight_version" in e["choices"][0]]
+    assert [chunk["weight_version"] for chunk in chunks] == ["1.1"] * 3 + ["1.2"] * 3
+
+
+def test_a_stream_without_usage_has_no_chunk_for_it(client: Client) -> None:
+    events = client.events("/v1/completions", completion())
+    assert all(event["choices"] and "usage" not in event for event in events)
+
+
+def test_choices_and_prompts_are_numbered_through_and_each_prompt_counts_once(client: Client) -> None:
+    body = client.post("/v1/completions", completion(prompt=["ab", "cde"], n=2, seed=7, return_token_ids=True)).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [bytes(choice["prompt_token_ids"]) for choice in body["choices"]] == [b"ab", b"ab", b"cde", b"cde"]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    assert [request.sampling.seed for request in client.engine.requests] == [7, 8, 7, 8]
+    assert "weight_versions" not in body
+    assert all(len(choice["weight_versions"]) == 2 for choice in body["choices"])
+    page = client.request("GET", "/metrics").text
+    assert 'fastdeploy_rl_requests_total{result="stop"} 4.0' in page
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("ab", [b"ab"]), ([97, 98], [b"ab"]), (["ab", "c"], [b"ab", b"c"]), ([[97], [98, 99]], [b"a", b"bc"])],
+)
+def test_a_prompt_is_text_or_token_ids_or_a_list_of_either(client: Client, prompt: Any, expected: list[bytes]) -> None:
+    assert client.post("/v1/completions", completion(prompt=prompt)).status_code == 200
+    assert [bytes(request.token_ids) for request in client.engine.requests] == expected
+
+
+def test_streamed_choices_come_interleaved_and_each_ends_once(client: Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    events = client.events("/v1/chat/completions", {"messages": messages, "n": 3})
+    texts, ends = ["", "", ""], [0, 0, 0]
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        ends[choice["index"]] += choice["finish_reason"] == "stop"
+    assert (texts, ends) == (["Paris"] * 3, [1, 1, 1])
+    indices = [event["choices"][0]["index"] for event in events]
+    assert indices[3:9] == [0, 1, 2, 0, 1, 2]
+
+
+def test_content_may_be_parts_and_developer_is_system(client: Client) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    turns = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    answer = client.post("/v1/chat/completions", {"messages": turns}).json()["choices"][0]["message"]
+    assert bytes(client.engine.requests[0].token_ids) == b"<system>be brief<user>hi"
+    again = [*turns, answer, {"role": "user", "content": "?"}]
+    client.post("/v1/chat/completions", {"messages": again})
+    assert bytes(client.engine.requests[1].token_ids).endswith(b"<assistant>Paris<user>?")
 
 
 def test_max_tokens_ends_with_length(client: Client) -> None:
@@ -89,6 +147,7 @@ def test_max_tokens_ends_with_length(client: Client) -> None:
 def test_stop_string_cuts_the_text_and_cancels_the_rest(client: Client) -> None:
     body = client.post("/v1/completions", completion(stop=["ri", "xx"])).json()
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("Pa", "stop")
+    assert client.engine.generations[0].cancelled == [0]
 
 
 def test_a_stream_never_shows_the_beginning_of_a_stop_string(client: Client) -> None:
@@ -105,46 +164,147 @@ def test_a_character_of_several_tokens_arrives_whole(client: Client) -> None:
 def test_logprobs_and_token_ids_where_asked_for(client: Client) -> None:
     (choice,) = client.post("/v1/completions", completion(logprobs=0, return_token_ids=True)).json()["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-0.5] * 6
+    assert choice["logprobs"]["top_logprobs"] is None
     assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
     assert bytes(choice["completion_token_ids"]) == b"Paris\0"
     chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     content = client.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content[:2]] == ["P", "a"]
+    assert content[0] == {"token": "P", "logprob": -0.5, "bytes": [80], "top_logprobs": []}
+
+
+def test_the_most_likely_tokens_come_along_in_the_form_of_each_route(client: Client) -> None:
+    (choice,) = client.post("/v1/completions", completion(logprobs=2)).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"][0] == {"P": -0.5, "Q": -1.5}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
+    events = client.events("/v1/chat/completions", chat)
+    (entry,) = next(e["choices"][0]["logprobs"] for e in events if e["choices"][0].get("logprobs"))["content"]
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("P", -0.5), ("Q", -1.5), ("R", -2.5)]
+
+
+def test_a_token_that_is_part_of_a_character_has_no_bytes_of_its_own(client: Client) -> None:
+    client.engine.answer = "é\0".encode()
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    content = client.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content[:2]] == [None, None]
 
 
 def test_sampling_options_reach_the_engine(client: Client) -> None:
     client.post("/v1/completions", completion(temperature=0.5, top_p=0.9, top_k=7, seed=3, ignore_eos=True))
     (request,) = client.engine.requests
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 3)
+    assert request.sampling == SamplingOptions(temperature=0.5, top_p=0.9, top_k=7, seed=3)
     assert request.ignore_eos
+    more = {"min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": -100}, "top_k": -1}
+    client.post("/v1/completions", completion(**more))
+    assert client.engine.requests[1].sampling == SamplingOptions(
+        min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, logit_bias={5: -100.0}
+    )
+
+
+def test_null_and_neutral_values_change_nothing(client: Client) -> None:
+    nulls = dict.fromkeys(("n", "temperature", "top_p", "seed", "stop", "stream", "logit_bias", "logprobs", "user"))
+    answer = client.post("/v1/completions", completion(**nulls, best_of=1, echo=False, suffix=""))
+    assert answer.status_code == 200, answer.text
+    assert client.engine.requests[0].sampling == SamplingOptions()
+
+
+def test_a_model_has_its_own_defaults_where_a_request_is_silent() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.8, top_k=20, repetition_penalty=1.1, max_tokens=4)
+    client = Client(ScriptedEngine(), ScriptedBoard(), defaults)
+    client.post("/v1/completions", {"prompt": "hi"})
+    client.post("/v1/completions", completion(temperature=0, top_k=-1))
+    silent, spoken = client.engine.requests
+    assert silent.sampling == SamplingOptions(temperature=0.6, top_p=0.8, top_k=20, repetition_penalty=1.1)
+    assert silent.max_tokens == 4
+    assert spoken.sampling == SamplingOptions(temperature=0.0, top_p=0.8, repetition_penalty=1.1)
+    assert spoken.max_tokens == 16
+    client.face.weights.close()
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "param", "words"),
     [
-        ({"n": 2}, "`n` = 2 is not supported"),
-        ({"best_of": 3}, "`best_of`"),
-        ({"logit_bias": {"1": 2.0}}, "`logit_bias`"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": ""}, "empty"),
-        ({"prompt": [1, 256]}, "vocabulary of 256"),
-        ({"prompt": "x" * 60}, "60 tokens and 16 more"),
-        ({"model": "other"}, "'other'"),
-        ({"stop": ["a"] * 5}, "`stop`"),
-        ({"stop": ""}, "`stop`"),
-        ({"unheard_of": 1}, "unheard_of"),
+        ({"n": 0}, "n", "1"),
+        ({"n": 129}, "n", "128"),
+        ({"n": 7}, "n", "7 choices, and the engine takes 6 at once"),
+        ({"prompt": ["a"] * 7}, "prompt", "7 choices"),
+        ({"best_of": 3}, "best_of", "`best_of` = 3"),
+        ({"logit_bias": {"1": 200.0}}, "logit_bias[...]", "100"),
+        ({"logit_bias": {"a": 2.0}}, "logit_bias", "'a'"),
+        ({"logit_bias": {"256": 2.0}}, "logit_bias", "vocabulary of 256"),
+        ({"presence_penalty": 3}, "presence_penalty", "2.0"),
+        ({"temperature": -1}, "temperature", "0"),
+        ({"temperature": "hot"}, "temperature", "float"),
+        ({"top_p": 0}, "top_p", "0"),
+        ({"top_k": -2}, "top_k", "-1"),
+        ({"min_p": 2}, "min_p", "1"),
+        ({"logprobs": 6}, "logprobs", "5"),
+        ({"max_tokens": 0}, "max_tokens", "1"),
+        ({"prompt": 5}, "prompt", "int"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": ["a", ""]}, "prompt", "empty"),
+        ({"prompt": ["a", 5]}, "prompt", "mixes"),
+        ({"prompt": [1, 256]}, "prompt", "vocabulary of 256"),
+        ({"prompt": "x" * 60}, "prompt", "60 tokens and 16 more"),
+        ({"stop": ["a"] * 5}, "stop", "`stop`"),
+        ({"stop": ""}, "stop", "`stop`"),
+        ({"echo": True}, "echo", "True"),
+        ({"suffix": "."}, "suffix", "'.'"),
+        ({"unheard_of": 1}, "unheard_of", "not supported"),
     ],
 )
-def test_bad_values_are_refused_by_name(client: Client, fields: dict[str, Any], words: str) -> None:
+def test_bad_values_are_refused_by_name(client: Client, fields: dict[str, Any], param: str, words: str) -> None:
     answer = client.post("/v1/completions", completion(**fields))
     assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
-    assert answer.json()["error"]["type"] == "RequestError"
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert (error["type"], error["param"]) == ("RequestError", param)
     assert client.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"tools": []}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_what_a_chat_cannot_have_is_refused_by_name(client: Client, fields: dict[str, Any], param: str) -> None:
+    answer = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert client.engine.requests == []
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client: Client) -> None:
+    long = client.post("/v1/completions", completion(prompt="x" * 64, max_tokens=None))
+    chat = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 60}]})
+    for answer, param in ((long, "prompt"), (chat, "messages")):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+
+
+def test_an_unknown_model_is_not_found(client: Client) -> None:
+    for answer in (client.post("/v1/completions", completion(model="other")), client.request("GET", "/v1/models/a/b")):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+    assert client.engine.requests == []
+
+
+def test_a_full_engine_says_when_to_come_back() -> None:
+    client = Client(FullEngine(), ScriptedBoard())
+    for stream in (False, True):
+        answer = client.post("/v1/completions", completion(stream=stream))
+        assert answer.status_code == 429
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert "6 requests are running or waiting" in answer.json()["error"]["message"]
+    assert 'fastdeploy_rl_requests_total{result="refused"} 2.0' in client.request("GET", "/metrics").text
+    client.face.weights.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\\ud800"}'])
@@ -188,12 +348,14 @@ def test_a_request_that_is_aborted_by_a_clear_says_so() -> None:
     assert answer.json()["error"]["message"] == "weights were cleared"
     events = client.events("/v1/completions", completion())
     assert events[-1]["error"]["message"] == "weights were cleared"
+    assert all(generation.is_closed for generation in client.engine.generations)
     client.face.weights.close()
 
 
 def test_models_and_health_name_the_live_version(client: Client) -> None:
     (model,) = client.request("GET", "/v1/models").json()["data"]
     assert (model["id"], model["weight_version"]) == (MODEL, "1.1")
+    assert client.request("GET", f"/v1/models/{MODEL}").json() == model
     assert client.request("GET", "/health").status_code == 200
 
 
@@ -206,3 +368,7 @@ def test_metrics_count_requests_and_tokens(client: Client) -> None:
     assert 'fastdeploy_rl_tokens_total{kind="completion"} 8.0' in page
     assert 'fastdeploy_rl_weights_live{content_digest="c0",version="1.1"} 1.0' in page
     assert 'fastdeploy_rl_admission{state="serving"} 1.0' in page
+    assert 'fastdeploy_rl_requests_now{state="running"} 1.0' in page
+    assert 'fastdeploy_rl_requests_now{state="waiting"} 2.0' in page
+    assert 'fastdeploy_rl_kv_pages{state="free"} 3.0' in page
+    assert 'fastdeploy_rl_kv_pages{state="held"} 7.0' in page

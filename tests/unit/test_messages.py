@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest, SamplingOptions
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, SamplingOptions
 from fastdeploy_rl.engines.embedded.messages import (
     MAX_MESSAGE_BYTES,
     Cancel,
@@ -26,6 +26,7 @@ from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 
 TO_WORKER = [
     Start("1", GenerationRequest([1, 2, 3], 5, SamplingOptions(temperature=0.0, seed=2**63 - 1))),
+    Start("2", GenerationRequest([1], 5, SamplingOptions(logit_bias={7: -100.0}), num_logprobs=3)),
     Cancel("1"),
     Stop(),
 ]
@@ -65,9 +66,10 @@ def test_worker_socket_reads_without_waiting_and_notices_the_end() -> None:
     assert worker.receive() == []
     ours.sendall(encode(Cancel("7")) + encode(Stop()))
     assert worker.receive() == [Cancel("7"), Stop()]
-    token = GeneratedToken(5, "1.2", -0.25, "stop")
-    worker.send(Tokens([("7", token)]), timeout_s=5)
-    assert FrameDecoder(FromWorker).feed(ours.recv(1 << 16)) == [Tokens([("7", token)])]
+    token = GeneratedToken(5, "1.2", -0.25, "stop", top_logprobs=((5, -0.25), (7, -2.0)))
+    tokens = Tokens([("7", token)], EngineLoad(1, 2, 3, 4))
+    worker.send(tokens, timeout_s=5)
+    assert FrameDecoder(FromWorker).feed(ours.recv(1 << 16)) == [tokens]
     ours.close()
     with pytest.raises(PeerLostError, match="gone"):
         worker.receive()

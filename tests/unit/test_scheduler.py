@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest, SamplingOptions
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, SamplingOptions
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
 from fastdeploy_rl.engines.embedded.sampler import SampledToken
 from fastdeploy_rl.engines.embedded.scheduler import RunningRequest, Scheduler, SchedulerLimits, Step
@@ -134,6 +134,39 @@ def test_out_of_pages_the_youngest_gives_way_and_loses_no_token() -> None:
     assert allocator.num_free == 4
 
 
+def test_a_request_that_gave_way_keeps_its_turn() -> None:
+    scheduler, _ = make(num_pages=4)
+    scheduler.submit("old", request(PAGE_TOKENS, max_tokens=40))
+    scheduler.submit("young", request(2 * PAGE_TOKENS - 4, max_tokens=30))
+    scheduler.submit("later", request(2))
+    begun = []
+    while (step := advance(scheduler)) is not None:
+        begun += [part.request_id for part in step.slices if part.start == 0]
+    assert begun == ["old", "young", "young", "later"]
+
+
+def test_preempt_all_keeps_the_order() -> None:
+    scheduler, _ = make(max_num_seqs=3, max_step_tokens=8)
+    for name in "abcd":
+        scheduler.submit(name, request(4))
+    advance(scheduler), advance(scheduler)
+    scheduler.preempt_all()
+    assert [part.request_id for part in scheduler.schedule().slices] == ["a", "b"]
+
+
+def test_load_counts_requests_and_pages() -> None:
+    scheduler, _ = make(max_num_seqs=1)
+    assert scheduler.load == EngineLoad(0, 0, 16, 16)
+    scheduler.submit("running", request(PAGE_TOKENS + 1))
+    scheduler.submit("waiting", request(3))
+    advance(scheduler)
+    assert scheduler.load == EngineLoad(1, 1, 14, 16)
+    scheduler.abort("running", "left")
+    scheduler.abort("waiting", "left")
+    assert scheduler.load == EngineLoad(0, 0, 16, 16)
+    assert scheduler.find("running") is None
+
+
 def test_preempt_all_keeps_tokens_and_computes_them_again_under_the_new_version() -> None:
     scheduler, allocator = make()
     scheduler.submit("a", request(3, max_tokens=4))
@@ -166,7 +199,7 @@ def test_abort_ends_with_the_reason_and_frees_pages_running_or_waiting() -> None
     scheduler.take_outputs()
     scheduler.abort("unknown", "never seen")
     scheduler.abort_all("weights were cleared")
-    ended = GeneratedToken(-1, "", 0.0, "abort", "weights were cleared")
+    ended = GeneratedToken(-1, "", None, "abort", "weights were cleared")
     assert scheduler.take_outputs() == [("running", ended), ("waiting", ended)]
     assert (scheduler.schedule(), allocator.num_free) == (None, 16)
 
@@ -178,6 +211,7 @@ def test_abort_ends_with_the_reason_and_frees_pages_running_or_waiting() -> None
         (request(0), "at least one prompt token"),
         (request(3, max_tokens=0), "max_tokens of at least 1"),
         (GenerationRequest([VOCAB], 1, SamplingOptions()), "token id 1000 is outside the vocabulary of 1000"),
+        (GenerationRequest([1], 1, SamplingOptions(logit_bias={VOCAB: 1.0})), "token id 1000 is outside"),
     ],
 )
 def test_request_that_can_never_run_is_refused(odd: GenerationRequest, message: str) -> None:

@@ -1,16 +1,17 @@
 """The supervisor's end of the workers' sockets: messages out and in, and requests as streams of tokens.
 
-Owns request numbers and the tokens that nobody has read yet. Refuses to know how
-workers are started and why they die. Invariant: every request that was started
-ends exactly once: by its last token, by `fail_all`, or cancelled by its reader.
+Owns request numbers, how many requests there may be at once, and the tokens that nobody has read yet. Refuses to know
+how workers are started and why they die. Invariant: every request that was started ends exactly once: by its last
+token, by `fail_all`, or cancelled by its reader; a slow reader holds no more than the tokens it asked for.
 """
 
 import asyncio
 import itertools
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, NextToken
 from fastdeploy_rl.engines.embedded.messages import (
     Cancel,
     FrameDecoder,
@@ -20,9 +21,9 @@ from fastdeploy_rl.engines.embedded.messages import (
     ToWorker,
     encode,
 )
-from fastdeploy_rl.errors import NotServingError
+from fastdeploy_rl.engines.embedded.scheduler import aborted
+from fastdeploy_rl.errors import NotServingError, OverloadedError
 
-MAX_REQUESTS = 1024
 _READ_BYTES = 1 << 16
 
 
@@ -32,10 +33,12 @@ class WorkerLink:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._writer: asyncio.StreamWriter | None = None
+        self._early: list[bytes] = []
 
     async def receive(self, deliver: Callable[[FromWorker], None]) -> None:
         """Returns when the worker closed its end. PeerLostError for bytes that are no message."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._writer.writelines(self._early)
         decoder = FrameDecoder(FromWorker)
         while data := await _read(reader):
             for message in decoder.feed(data):
@@ -43,7 +46,9 @@ class WorkerLink:
 
     def send(self, message: ToWorker) -> None:
         """Queues it; a worker that is gone is told by `receive`, not here."""
-        if self._writer is not None and not self._writer.is_closing():
+        if self._writer is None:
+            self._early.append(encode(message))
+        elif not self._writer.is_closing():
             self._writer.write(encode(message))
 
     def close(self) -> None:
@@ -61,15 +66,59 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
+class LiveGeneration:
+    """Requests that were started together. The HTTP side's Generation."""
+
+    def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
+        self._client = client
+        self._live = dict(enumerate(request_ids))
+        self._unread: deque[NextToken] = deque()
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> "LiveGeneration":
+        return self
+
+    async def __anext__(self) -> NextToken:
+        while not self._unread:
+            if not self._live:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._unread.popleft()
+
+    def put(self, item: NextToken) -> None:
+        """From the engine."""
+        if item.token.finish_reason:
+            del self._live[item.request]
+        self._unread.append(item)
+        self._news.set()
+
+    def cancel(self, request: int) -> None:
+        request_id = self._live.pop(request, None)
+        if request_id is not None:
+            self._client.cancel(request_id)
+        self._unread = deque(item for item in self._unread if item.request != request)
+        self._news.set()
+
+    def close(self) -> None:
+        for request in list(self._live):
+            self.cancel(request)
+        self._unread.clear()
+        self._news.set()
+
+
 class EngineClient:
     """Requests to rank 0. The HTTP side's GenerationClient."""
 
-    def __init__(self, link: WorkerLink, *, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, link: WorkerLink, *, max_model_len: int, vocab_size: int, max_requests: int) -> None:
+        """`max_requests`: that run or wait at once; more are refused."""
         self._link = link
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._max_requests = max_requests
         self._ids = itertools.count(1)
-        self._waiting: dict[str, asyncio.Queue[GeneratedToken]] = {}
+        self._readers: dict[str, tuple[LiveGeneration, int]] = {}
+        self._load = EngineLoad()
         self._refusal = ""
 
     @property
@@ -80,40 +129,53 @@ class EngineClient:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        """Tokens as they come; closed early, the request is cancelled.
-        NotServingError when too many wait or the engine ends."""
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._load
+
+    def start(self, requests: Sequence[GenerationRequest]) -> LiveGeneration:
+        """All of them or none. OverloadedError when too many are there, NotServingError when the engine ends."""
         if self._refusal:
             raise NotServingError(self._refusal)
-        if len(self._waiting) >= MAX_REQUESTS:
-            raise NotServingError(f"{MAX_REQUESTS} requests are running or waiting; try again later")
-        request_id = str(next(self._ids))
-        queue: asyncio.Queue[GeneratedToken] = asyncio.Queue()
-        self._waiting[request_id] = queue
-        self._link.send(Start(request_id, request))
-        try:
-            while request_id in self._waiting or not queue.empty():
-                token = await queue.get()
-                yield token
-        finally:
-            if self._waiting.pop(request_id, None) is not None:
-                self._link.send(Cancel(request_id))
+        present = len(self._readers)
+        if present + len(requests) > self._max_requests:
+            raise OverloadedError(
+                f"{present} requests are running or waiting, and the engine takes {self._max_requests}: "
+                f"no room for {len(requests)} more; try again later"
+            )
+        request_ids = [str(next(self._ids)) for _ in requests]
+        generation = LiveGeneration(self, request_ids)
+        for number, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
+            self._readers[request_id] = generation, number
+            self._link.send(Start(request_id, request))
+        return generation
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody reads it any more."""
+        if self._readers.pop(request_id, None) is not None:
+            self._link.send(Cancel(request_id))
 
     def deliver(self, message: Tokens) -> None:
         """Tokens of one step, from rank 0."""
+        self._load = message.load
         for request_id, token in message.tokens:
             self._deliver(request_id, token)
 
     def fail_all(self, reason: str) -> None:
         """Ends every request with `reason` and refuses new ones: the engine is going away."""
         self._refusal = reason
-        for request_id in list(self._waiting):
-            self._deliver(request_id, GeneratedToken(-1, "", 0.0, "abort", reason))
+        for request_id in list(self._readers):
+            self._deliver(request_id, aborted(reason))
 
     def _deliver(self, request_id: str, token: GeneratedToken) -> None:
-        queue = self._waiting.get(request_id)
-        if queue is None:
+        reader = self._readers.get(request_id)
+        if reader is None:
             return  # cancelled while the token was on its way
-        queue.put_nowait(token)
         if token.finish_reason:
-            del self._waiting[request_id]
+            del self._readers[request_id]
+        generation, number = reader
+        generation.put(NextToken(number, token))

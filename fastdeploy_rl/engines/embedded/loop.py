@@ -11,10 +11,10 @@ from typing import Protocol
 
 import msgspec
 
-from fastdeploy_rl.control.generation import GeneratedToken
+from fastdeploy_rl.control.generation import EngineLoad
 from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
-from fastdeploy_rl.engines.embedded.scheduler import FinishReason, Step, TokenOutput
+from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
 from fastdeploy_rl.errors import RequestError
 from fastdeploy_rl.manager import DynamicWeightManager
 
@@ -58,6 +58,7 @@ class Leader:
         self._timeout_s = timeout_s
         self._is_stopping = False
         self._refused: list[TokenOutput] = []
+        self._told: EngineLoad | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._poller = select.poll()
         for fd in (connection.fileno(), manager.wake_fd):
@@ -109,15 +110,16 @@ class Leader:
         except RequestError as error:
             reason = str(error)
         if reason:
-            token = GeneratedToken(-1, "", 0.0, FinishReason.ABORT.value, reason)
-            self._refused.append(TokenOutput(message.request_id, token))
+            self._refused.append(TokenOutput(message.request_id, aborted(reason)))
 
     def _send_tokens(self) -> None:
         outputs = self._refused + self._runner.scheduler.take_outputs()
         self._refused = []
-        if outputs:
-            tokens = Tokens([(output.request_id, output.token) for output in outputs])
+        load = self._runner.scheduler.load
+        if outputs or load != self._told:
+            tokens = Tokens([(output.request_id, output.token) for output in outputs], load)
             self._connection.send(tokens, timeout_s=SEND_TIMEOUT_S)
+            self._told = load
 
 
 class Follower:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest
 from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -77,9 +77,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """Rank 0 to supervisor: what one step produced, as (request id, token)."""
+    """Rank 0 to supervisor: what one step produced, as (request id, token), and how busy the engine is after it."""
 
     tokens: list[tuple[str, GeneratedToken]]
+    load: EngineLoad
 
 
 ToWorker = Start | Cancel | Stop

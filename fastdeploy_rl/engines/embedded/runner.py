@@ -19,16 +19,13 @@ from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.kv_cache import CacheShape, KVCache
 from fastdeploy_rl.engines.embedded.model import DecoderModel
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, parameter_specs, read_config
-from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator, default_num_pages
 from fastdeploy_rl.engines.embedded.sampler import SampledToken, sample
 from fastdeploy_rl.engines.embedded.scheduler import RunningRequest, Scheduler, SchedulerLimits, Step
 from fastdeploy_rl.errors import ConfigurationError, LifecycleError
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
-
-DEFAULT_KV_PAGES = 1024
-"""16,384 tokens; memory comes into being as pages are used."""
 
 
 class EmbeddedRunner:
@@ -51,7 +48,7 @@ class EmbeddedRunner:
         does not split over `num_ranks`, limits that contradict it.
 
         `collectives` may be None for a single rank. `max_model_len` None: what the model was made for. `num_kv_pages`
-        None: room for `max_num_seqs` of the longest requests, but no more than DEFAULT_KV_PAGES where one fits in
+        None: room for `max_num_seqs` of the longest requests, but no more than DEFAULT_NUM_PAGES where one fits in
         those. `max_step_tokens`: the longest piece of a prompt between two tokens of the other requests.
         """
         self._model_dir = model_dir
@@ -140,7 +137,15 @@ class EmbeddedRunner:
         """Rank 0: samples what a step made possible; the tokens come out of `scheduler.take_outputs()`."""
 
         def choose(item: RunningRequest, row: int) -> SampledToken:
-            return sample(logits[row], item.request.sampling, seed=item.seed, position=item.num_generated)
+            request = item.request
+            return sample(
+                logits[row],
+                request.sampling,
+                seed=item.seed,
+                prompt=request.token_ids,
+                generated=item.generated,
+                num_logprobs=request.num_logprobs,
+            )
 
         self.scheduler.accept(step, choose, self._version)
 
@@ -178,7 +183,7 @@ def _checked_model_len(config: ModelConfig, wanted: int | None) -> int:
 
 def _checked_kv_pages(max_model_len: int, max_num_seqs: int, wanted: int | None) -> int:
     least = PageAllocator.pages_for(max_model_len)
-    pages = max(least, min(least * max_num_seqs, DEFAULT_KV_PAGES)) if wanted is None else wanted
+    pages = default_num_pages(max_model_len, max_num_seqs) if wanted is None else wanted
     if pages < least:
         raise ConfigurationError(
             f"{pages} KV pages of {PAGE_TOKENS} tokens do not hold one request of max_model_len {max_model_len}; "

@@ -1,10 +1,11 @@
 """Which token comes next, given the logits of one position.
 
-Owns greedy and random choice and the log-probability that is reported. Knows nothing
-of requests or batches. Invariant: a choice is a pure function of (logits, options,
-seed, position): the same request gives the same tokens whatever shares its batch.
+Owns greedy and random choice and the log-probabilities that are reported. Knows nothing of requests or batches.
+Invariant: a choice is a pure function of (logits, options, seed, tokens so far): the same request gives the same tokens
+whatever shares its batch.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,20 +14,45 @@ import numpy.typing as npt
 from fastdeploy_rl.control.generation import SamplingOptions
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+TokenIds = npt.NDArray[np.intp]
+
+_NUCLEUS_STEPS = (64, 1024)
+"""Sorting a whole vocabulary costs milliseconds; the few tokens that make up `top_p` are nearly always among these."""
 
 
 class SampledToken(NamedTuple):
-    """`logprob` is the natural logarithm of the probability under the model itself: no temperature, nothing cut off."""
+    """Logarithms, where they were asked for, are natural ones of the probability under the model itself: no
+    temperature, no penalty, nothing cut off. `top_logprobs`: (token id, logarithm) of the most likely, falling."""
 
     token_id: int
-    logprob: float
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Floats, options: SamplingOptions, *, seed: int, position: int) -> SampledToken:
-    """`logits`: [vocab] float32. `position` counts the tokens
-    generated before this one. Ties go to the smaller token id."""
-    token_id = int(np.argmax(logits)) if options.temperature == 0 else _draw(logits, options, _uniform(seed, position))
-    return SampledToken(token_id, float(logits[token_id]) - _log_sum_exp(logits))
+def sample(
+    logits: Floats,
+    options: SamplingOptions,
+    *,
+    seed: int,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] = (),
+    num_logprobs: int | None = None,
+) -> SampledToken:
+    """`logits`: [vocab] float32, not changed. `generated`: the tokens of the completion so far. Ties go to the smaller
+    token id."""
+    adjusted = _adjust(logits, options, prompt, generated)
+    if options.temperature == 0:
+        token_id = int(np.argmax(adjusted))
+    else:
+        token_id = _draw(adjusted, options, _uniform(seed, len(generated)))
+    if num_logprobs is None:
+        return SampledToken(token_id)
+    norm = _log_sum_exp(logits)
+    top = _most_likely(logits, num_logprobs) if num_logprobs else ()
+    return SampledToken(
+        token_id, float(logits[token_id]) - norm, tuple((int(other), float(logits[other]) - norm) for other in top)
+    )
 
 
 def _log_sum_exp(logits: Floats) -> float:
@@ -39,22 +65,70 @@ def _uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
+def _adjust(logits: Floats, options: SamplingOptions, prompt: Sequence[int], generated: Sequence[int]) -> Floats:
+    """Penalties and bias: logit - count * frequency - (count > 0) * presence + bias, as OpenAI defines them, after
+    Hugging Face's repetition penalty. The logits themselves where none is asked for."""
+    penalises = (options.presence_penalty or options.frequency_penalty) and len(generated) > 0
+    if not (penalises or options.logit_bias or options.repetition_penalty != 1):
+        return logits
+    adjusted = logits.copy()
+    if options.repetition_penalty != 1:
+        seen = np.unique(np.array([*prompt, *generated], np.intp))
+        values = adjusted[seen]
+        adjusted[seen] = np.where(values > 0, values / options.repetition_penalty, values * options.repetition_penalty)
+    if penalises:
+        token_ids, counts = np.unique(np.array(generated, np.intp), return_counts=True)
+        adjusted[token_ids] -= (counts * options.frequency_penalty + options.presence_penalty).astype(np.float32)
+    for token_id, bias in options.logit_bias.items():
+        adjusted[token_id] += np.float32(bias)
+    return adjusted
+
+
 def _draw(logits: Floats, options: SamplingOptions, uniform: float) -> int:
-    token_ids = _most_likely(logits, options.top_k) if options.top_k or options.top_p < 1 else np.arange(len(logits))
-    scaled = logits[token_ids].astype(np.float64) / options.temperature
-    cumulative = np.cumsum(np.exp(scaled - scaled.max()))
-    total = cumulative[-1]
-    if options.top_p < 1:
-        kept = int(np.searchsorted(cumulative, options.top_p * total)) + 1
-        total = cumulative[min(kept, len(cumulative)) - 1]
-    chosen = np.searchsorted(cumulative, uniform * total, side="right")
+    """`min_p`, then `top_k`, then `top_p`, each of what the ones before left."""
+    peak = float(logits.max())
+    if 0 < options.top_k < len(logits):
+        token_ids = _most_likely(logits, options.top_k)
+        weights = _weights(logits[token_ids], peak, options)
+        token_ids, weights = _keep(token_ids, weights, options.top_p * weights.sum())
+    elif options.top_p < 1:
+        token_ids, weights = _nucleus(logits, peak, options)
+    else:
+        token_ids, weights = np.arange(len(logits)), _weights(logits, peak, options)
+    cumulative = np.cumsum(weights)
+    chosen = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
     return int(token_ids[min(int(chosen), len(token_ids) - 1)])
 
 
-def _most_likely(logits: Floats, top_k: int) -> npt.NDArray[np.intp]:
-    """Token ids by falling logit, the first `top_k` of them (all for 0)."""
-    if not 0 < top_k < len(logits):
+def _weights(logits: Floats, peak: float, options: SamplingOptions) -> Doubles:
+    """Proportional to the probabilities at this temperature; 1 at `peak`, 0 where `min_p` cuts."""
+    weights: Doubles = np.exp((logits.astype(np.float64) - peak) / options.temperature)
+    if options.min_p:
+        weights[weights < options.min_p] = 0.0
+    return weights
+
+
+def _nucleus(logits: Floats, peak: float, options: SamplingOptions) -> tuple[TokenIds, Doubles]:
+    """The fewest most likely tokens that hold `top_p` of the whole."""
+    weights = _weights(logits, peak, options)
+    wanted = options.top_p * weights.sum()
+    for count in (*(count for count in _NUCLEUS_STEPS if count < len(logits)), len(logits)):
+        token_ids = _most_likely(logits, count)
+        if weights[token_ids].sum() >= wanted:
+            break
+    return _keep(token_ids, weights[token_ids], wanted)
+
+
+def _keep(token_ids: TokenIds, weights: Doubles, wanted: float) -> tuple[TokenIds, Doubles]:
+    """The first tokens, up to the one with which they weigh as much as `wanted`."""
+    kept = int(np.searchsorted(np.cumsum(weights), wanted)) + 1
+    return token_ids[:kept], weights[:kept]
+
+
+def _most_likely(logits: Floats, count: int) -> TokenIds:
+    """Token ids by falling logit, the first `count` of them."""
+    if count >= len(logits):
         return np.argsort(-logits, kind="stable")
-    least = np.partition(logits, -top_k)[-top_k]
+    least = np.partition(logits, -count)[-count]
     candidates = np.flatnonzero(logits >= least)
-    return candidates[np.argsort(-logits[candidates], kind="stable")][:top_k]
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]

@@ -3,7 +3,8 @@
 Owns the requests, their tokens and the pages they hold. Knows nothing of Paddle, of weights beyond the name of their
 version, or of other ranks: it writes down a `Step`, which every rank executes. Invariant: every page is either free or
 held by exactly one running request, and a request that gave its pages back keeps its tokens and computes their keys and
-values again, in whatever weights are live then.
+values again, in whatever weights are live then. Requests begin in the order in which they came, and one that gave its
+pages back keeps its turn: it goes on before any that came after it.
 """
 
 import secrets
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl.control.generation import GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest
 from fastdeploy_rl.engines.embedded.page_allocator import PageAllocator
 from fastdeploy_rl.engines.embedded.sampler import SampledToken
 from fastdeploy_rl.errors import RequestError
@@ -50,6 +51,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     number: int
     slices: list[SequenceSlice]
     new_pages: list[int]
+
+
+def aborted(reason: str) -> GeneratedToken:
+    """The last record of a request that ends without a last token."""
+    return GeneratedToken(-1, "", None, FinishReason.ABORT.value, reason)
 
 
 class TokenOutput(NamedTuple):
@@ -92,6 +98,10 @@ class RunningRequest:
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.token_ids)
 
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[len(self.request.token_ids) :]
+
 
 Choose = Callable[[RunningRequest, int], SampledToken]
 """(request, row of the step's logits) -> its next token."""
@@ -103,6 +113,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
         self._limits = limits
         self._allocator = allocator
+        self._num_pages = allocator.num_free
+        self._requests: dict[str, RunningRequest] = {}
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []  # oldest first
         self._outputs: list[TokenOutput] = []
@@ -116,15 +128,21 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._running), len(self._waiting), self._allocator.num_free, self._num_pages)
+
     def find(self, request_id: str) -> RunningRequest | None:
         """The request while it has not ended."""
-        return next((item for item in (*self._running, *self._waiting) if item.request_id == request_id), None)
+        return self._requests.get(request_id)
 
     def submit(self, request_id: str, request: GenerationRequest) -> None:
         """Queues a request. RequestError for one that can never run; nothing changed then."""
         self._check(request_id, request)
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        self._waiting.append(RunningRequest(request_id, request, seed % (1 << 64), list(request.token_ids)))
+        item = RunningRequest(request_id, request, seed % (1 << 64), list(request.token_ids))
+        self._requests[request_id] = item
+        self._waiting.append(item)
 
     def schedule(self) -> Step | None:
         """What to compute next; None when no request is there. Follow it with `accept` or `preempt_all`."""
@@ -169,7 +187,7 @@ class Scheduler:
         """Ends one request; an unknown one has ended before."""
         item = self.find(request_id)
         if item is not None:
-            self._finish(item, GeneratedToken(-1, "", 0.0, FinishReason.ABORT.value, reason))
+            self._finish(item, aborted(reason))
 
     def abort_all(self, reason: str) -> None:
         for item in (*self._running, *self._waiting):
@@ -186,7 +204,8 @@ class Scheduler:
                 f"prompt too long: {len(request.token_ids)} tokens, "
                 f"and the engine takes {limits.max_model_len} with the completion"
             )
-        odd = [token for token in request.token_ids if not 0 <= token < limits.vocab_size]
+        named = (*request.token_ids, *request.sampling.logit_bias)
+        odd = [token for token in named if not 0 <= token < limits.vocab_size]
         if odd:
             raise RequestError(f"token id {odd[0]} is outside the vocabulary of {limits.vocab_size}")
 
@@ -229,7 +248,9 @@ class Scheduler:
     def _append(self, item: RunningRequest, token: SampledToken, version: str) -> None:
         item.token_ids.append(token.token_id)
         reason = self._finish_reason(item, token.token_id)
-        made = GeneratedToken(token.token_id, version, token.logprob, reason.value if reason else "")
+        made = GeneratedToken(
+            token.token_id, version, token.logprob, reason.value if reason else "", top_logprobs=token.top_logprobs
+        )
         if reason:
             self._finish(item, made)
         else:
@@ -246,6 +267,7 @@ class Scheduler:
         self._release(item)
         queue = self._running if item in self._running else self._waiting
         queue.remove(item)
+        del self._requests[item.request_id]
         self._outputs.append(TokenOutput(item.request_id, last))
 
     def _release(self, item: RunningRequest) -> None:

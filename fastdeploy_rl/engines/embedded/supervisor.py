@@ -22,7 +22,7 @@ from typing import Protocol
 import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
-from fastdeploy_rl.board.board import HISTORY, Board
+from fastdeploy_rl.board.board import HISTORY, Board, Leftovers
 from fastdeploy_rl.board.layout import MAX_RANKS
 from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
@@ -38,6 +38,7 @@ from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLin
 from fastdeploy_rl.engines.embedded.generation_config import read_generation_defaults
 from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, FromWorker, Ready, Stop, Tokens, WorkerConfig
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape, parameter_specs
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, default_num_pages
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
@@ -106,12 +107,19 @@ class CheckedModel:
         own = [spec for spec in parameter_specs(self.config, num_ranks) if spec.coverage is Coverage.UPDATED]
         return sum(math.prod(local_shape(spec, num_ranks)) * itemsize(spec.dtype) for spec in own)
 
+    def kv_cache_bytes(self, num_ranks: int, max_num_seqs: int) -> int:
+        """Of one rank when every page is in use, in float32."""
+        config = self.config
+        tokens = default_num_pages(self.max_model_len, max_num_seqs) * PAGE_TOKENS
+        heads = config.num_key_value_heads // num_ranks
+        return config.num_hidden_layers * 2 * heads * tokens * config.head_dim * itemsize("F32")
+
 
 class Announcer(Protocol):
     """Who tells the operator."""
 
-    def starting(self, config: ServeConfig, model: CheckedModel) -> None:
-        """All checks passed; workers are being started."""
+    def starting(self, config: ServeConfig, model: CheckedModel, reclaimed: Leftovers | None) -> None:
+        """All checks passed; workers are being started. `reclaimed`: what a dead engine had left at this port."""
         ...
 
     def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
@@ -188,7 +196,7 @@ class _Engine:
             stack.callback(board.close)
             write_http_address(board.run_dir, self._config.host, self._config.port)
             segment = stack.enter_context(_collectives_segment(self._config))
-            self._announcer.starting(self._config, model)
+            self._announcer.starting(self._config, model, board.reclaimed)
             await stack.enter_async_context(self._running_workers(model, segment))
             await stack.enter_async_context(self._serving(model, board, listener))
             await self._live()

@@ -124,7 +124,7 @@ def read_bounded(path: Path) -> bytes:
 
 def parameter_specs(config: ModelConfig, num_ranks: int = 1) -> tuple[ParameterSpec, ...]:
     """Every parameter in engine layout: linear weights are [in, out], embeddings and head [vocab, hidden]; float32.
-    Over several ranks the vocabulary is padded so that it divides."""
+    Over several ranks the vocabulary is padded so that it divides; a publication may pad it as it likes."""
     vocabulary = (config.padded_vocab_size(num_ranks), config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary}
     for index in range(config.num_hidden_layers):
@@ -139,9 +139,11 @@ def local_shape(spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
 
 
 def _spec(name: str, shape: tuple[int, ...], config: ModelConfig) -> ParameterSpec:
-    if name == HEAD and config.tie_word_embeddings:
-        return ParameterSpec(name, "F32", shape, shard_axis(name), Coverage.TIED, EMBEDDING)
-    return ParameterSpec(name, "F32", shape, shard_axis(name))
+    if name not in (EMBEDDING, HEAD):
+        return ParameterSpec(name, "F32", shape, shard_axis(name))
+    is_tied = name == HEAD and config.tie_word_embeddings
+    coverage, tied_to = (Coverage.TIED, EMBEDDING) if is_tied else (Coverage.UPDATED, None)
+    return ParameterSpec(name, "F32", shape, shard_axis(name), coverage, tied_to, vocab_rows=config.vocab_size)
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ _EXAMPLES = """\
 
 def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "publish", "publish a checkpoint; it stays until the next one or `retire`", _EXAMPLES)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face directory of a Llama-type model")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face directory of a Llama, Qwen2 or Qwen3 model")
     parser.add_argument("--step", type=_step, required=True, metavar="N", help="the training step of these weights")
     parser.add_argument(
         "--layout", default="full", metavar="full|tp:N", help="whole tensors (default) or cut for N ranks"

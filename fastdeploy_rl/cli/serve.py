@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fastdeploy_rl.cli.options import (
     DEFAULT_ENGINE,
     DEFAULT_HTTP_PORT,
@@ -22,8 +24,11 @@ from fastdeploy_rl.cli.options import (
 from fastdeploy_rl.config import APPLY_MODES, AUTO
 
 if TYPE_CHECKING:
+    from fastdeploy_rl.board.board import Leftovers
     from fastdeploy_rl.engines.embedded.messages import Ready
     from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig
+
+_log = logging.getLogger(__name__)
 
 _EXAMPLES = """\
   fastdeploy-rl serve --model ~/models/SmolLM2-135M-Instruct --tensor-parallel-size 3 --load-strategy ipc
@@ -33,7 +38,7 @@ _EXAMPLES = """\
 def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "serve", "run the embedded engine and take over what trainers publish", _EXAMPLES)
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of a Llama-type model"
+        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of a Llama, Qwen2 or Qwen3 model"
     )
     parser.add_argument(
         "--tensor-parallel-size", type=positive, default=1, metavar="N", help="worker processes (default 1)"
@@ -76,6 +81,20 @@ def add_parser(verbs: Verbs) -> None:
         help="tokens of prompt and completion together (default 2048, or what the model can if that is less)",
     )
     parser.add_argument(
+        "--max-waiting",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="requests that may wait besides those that run; more get 429 and come back later (default 512)",
+    )
+    parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling where a request is silent: as the model's generation_config.json says (auto, the default), or "
+        "OpenAI's defaults (none)",
+    )
+    parser.add_argument(
         "--log-dir",
         type=Path,
         default=Path("log"),
@@ -105,10 +124,84 @@ def run(options: argparse.Namespace) -> int:
         board_port=options.engine_worker_queue_port,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        max_waiting=options.max_waiting,
+        uses_generation_config=options.generation_config == "auto",
         log_dir=options.log_dir,
     )
+    # Until the log file is there, nothing that is logged belongs on the operator's terminal.
+    logging.getLogger("fastdeploy_rl").addHandler(logging.NullHandler())
     serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer())
     return 0
+
+
+class StartSummary(msgspec.Struct, frozen=True):
+    """What is being started, in the order in which it is shown. Sizes in bytes, those of weights and KV cache for one
+    rank; `reclaimed` says what a dead engine had left at this port."""
+
+    model: str
+    model_size: str
+    ranks: int
+    threads_per_rank: int
+    load_strategy: str
+    apply_mode: str
+    channel: str
+    url: str
+    port: int
+    max_num_seqs: int
+    max_model_len: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    shm_free_bytes: int
+    log_dir: str
+    reclaimed: str
+
+
+def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> StartSummary:
+    """Of an engine whose workers are about to be started."""
+    from fastdeploy_rl.memory.shared_segment import free_bytes
+
+    size = model.config
+    return StartSummary(
+        model=str(config.model_dir),
+        model_size=f"{size.num_hidden_layers} layers, {size.hidden_size} wide, vocabulary {size.vocab_size}",
+        ranks=config.num_ranks,
+        threads_per_rank=config.num_threads,
+        load_strategy=config.load_strategy,
+        apply_mode=config.apply_mode,
+        channel=str(config.channel),
+        url=f"http://{config.host}:{config.port}",
+        port=config.board_port,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=model.max_model_len,
+        weight_bytes=model.weight_bytes(config.num_ranks),
+        kv_cache_bytes=model.kv_cache_bytes(config.num_ranks, config.max_num_seqs),
+        shm_free_bytes=free_bytes(),
+        log_dir=str(config.log_dir),
+        reclaimed=str(reclaimed or ""),
+    )
+
+
+def summary_lines(summary: StartSummary) -> dict[str, object]:
+    """For people: few lines that belong together."""
+    return {
+        "model": f"{summary.model} ({summary.model_size})",
+        "ranks": f"{summary.ranks}, {summary.threads_per_rank} compute threads each",
+        "load_strategy": f"{summary.load_strategy}, apply mode {summary.apply_mode}",
+        "channel": summary.channel,
+        "http": summary.url,
+        "engine_worker_queue_port": summary.port,
+        "requests": f"{summary.max_num_seqs} at once, {summary.max_model_len} tokens each",
+        "memory_a_rank": f"{megabytes(summary.weight_bytes)} of weights, up to {megabytes(summary.kv_cache_bytes)} of "
+        "KV cache",
+        "/dev/shm": f"{megabytes(summary.shm_free_bytes)} free",
+        "logs": f"{summary.log_dir}/serverlog, workerlog.RANK",
+        "reclaimed": summary.reclaimed,
+    }
+
+
+def log_line(summary: StartSummary) -> str:
+    """The same as one line of `key=value`."""
+    return "event=starting " + " ".join(f"{key}={value!r}" for key, value in msgspec.structs.asdict(summary).items())
 
 
 def _log_to_file(log_dir: Path) -> None:
@@ -125,23 +218,12 @@ def _log_to_file(log_dir: Path) -> None:
 class _TextAnnouncer:
     """For people."""
 
-    def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
-        from fastdeploy_rl.memory.shared_segment import free_bytes
-
+    def starting(self, config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> None:
+        summary = summarize(config, model, reclaimed)
         _log_to_file(config.log_dir)
+        _log.info("%s", log_line(summary))
         print("fastdeploy-rl serve")
-        print_fields(
-            model=f"{config.model_dir} ({model.config.num_hidden_layers} layers, {model.config.hidden_size} wide)",
-            ranks=f"{config.num_ranks}, {config.num_threads} compute threads each",
-            load_strategy=f"{config.load_strategy}, apply mode {config.apply_mode}",
-            channel=config.channel,
-            http=f"http://{config.host}:{config.port}",
-            engine_worker_queue_port=config.board_port,
-            requests=f"{config.max_num_seqs} at once, {model.max_model_len} tokens each",
-            memory=f"{megabytes(model.weight_bytes(config.num_ranks))} of weights a rank; "
-            f"{megabytes(free_bytes())} free in /dev/shm",
-            logs=f"{config.log_dir}/serverlog, workerlog.RANK",
-        )
+        print_fields(**summary_lines(summary))
         print("starting", flush=True)
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
@@ -152,10 +234,11 @@ class _TextAnnouncer:
 class _JsonAnnouncer:
     """For programs: one document a line."""
 
-    def starting(self, config: "ServeConfig", model: "CheckedModel") -> None:
+    def starting(self, config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> None:
+        summary = summarize(config, model, reclaimed)
         _log_to_file(config.log_dir)
-        place = {"url": f"http://{config.host}:{config.port}", "port": config.board_port}
-        print_line({"event": "starting", **place, "ranks": config.num_ranks, "channel": str(config.channel)})
+        _log.info("%s", log_line(summary))
+        print_line({"event": "starting", **msgspec.structs.asdict(summary)})
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
         print_line({"event": "ready", "weight_bytes": [rank.weight_bytes for rank in ranks], "seconds": seconds})

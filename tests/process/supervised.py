@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastdeploy_rl.board.board import Leftovers
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.engines.embedded.messages import Ready
 from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, serve
@@ -13,7 +14,7 @@ from fastdeploy_rl.errors import FastDeployRLError
 
 
 class LineAnnouncer:
-    def starting(self, config: ServeConfig, model: CheckedModel) -> None:
+    def starting(self, config: ServeConfig, model: CheckedModel, reclaimed: Leftovers | None) -> None:
         say(event="starting", max_model_len=model.max_model_len)
 
     def ready(self, ranks: Sequence[Ready], seconds: float) -> None:

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 PAGE_TOKENS = 16
 """Tokens a page has room for."""
 
+DEFAULT_NUM_PAGES = 1024
+"""16,384 tokens; memory comes into being as pages are used."""
+
+
+def default_num_pages(max_model_len: int, max_num_seqs: int) -> int:
+    """Room for `max_num_seqs` of the longest requests, but no more than DEFAULT_NUM_PAGES where one fits in that."""
+    least = PageAllocator.pages_for(max_model_len)
+    return max(least, min(least * max_num_seqs, DEFAULT_NUM_PAGES))
+
 
 class PageAllocator:
     """Hands out page numbers 0 .. num_pages - 1. `can_allocate` asks, `allocate` acts."""

@@ -10,7 +10,7 @@ from fastdeploy_rl.cli import main
 from fastdeploy_rl.cli.dispatch import make_parser
 from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
 
-VERBS = ("serve", "publish", "retire", "update", "clear", "status", "receipt")
+VERBS = ("serve", "publish", "retire", "update", "clear", "status", "receipt", "generate", "chat")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -1,0 +1,55 @@
+"""`generate`: one completion of a prompt."""
+
+import argparse
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_rl.cli.options import Verbs, add_verb, print_json, print_line
+from fastdeploy_rl.cli.text_options import add_text_options, asked, open_client, sendable
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.control.text_client import TextClient
+
+_ROUTE = "/v1/completions"
+_DEFAULT_TOKENS = 128
+_EXAMPLES = """\
+  fastdeploy-rl generate --prompt "Once upon a time" --stream
+  fastdeploy-rl generate --engine http://127.0.0.1:8180 --prompt "2 + 2 =" --max-tokens 4 --temperature 0 --json
+  cat story.txt | fastdeploy-rl generate --prompt - --max-tokens 256"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "generate", "let a running engine continue a text", _EXAMPLES)
+    parser.add_argument(
+        "--prompt", type=sendable, required=True, metavar="TEXT", help="what to continue; - reads standard input"
+    )
+    add_text_options(parser)
+    parser.add_argument("--stream", action="store_true", help="print the text as it comes; with --json chunk by chunk")
+    parser.set_defaults(run=run, max_tokens=_DEFAULT_TOKENS)
+
+
+def run(options: argparse.Namespace) -> int:
+    prompt = sys.stdin.buffer.read().decode(errors="replace") if options.prompt == "-" else options.prompt
+    body = {"prompt": prompt} | asked(options)
+    with open_client(options) as client:
+        if options.stream:
+            _stream(client, body, as_json=options.json)
+            return 0
+        answer = client.ask(_ROUTE, body)
+    if options.json:
+        print_json(answer)
+    else:
+        print(answer["choices"][0]["text"])
+    return 0
+
+
+def _stream(client: "TextClient", body: dict[str, Any], *, as_json: bool) -> None:
+    with closing(client.stream(_ROUTE, body)) as chunks:
+        for chunk in chunks:
+            if as_json:
+                print_line(chunk)
+            else:
+                print(chunk["choices"][0]["text"], end="", flush=True)
+    if not as_json:
+        print()

@@ -1,0 +1,107 @@
+"""An engine that is asked for text over HTTP: whole answers, and streams of OpenAI's chunks.
+
+Owns the way of one answer. Refuses to know what is asked: bodies and answers are OpenAI's JSON. Invariant: an error of
+the engine arrives as the same class with the same text, before or in the middle of a stream; closing a stream early
+tells the engine to stop.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from fastdeploy_rl.control.client import EngineUrl, HttpCall
+from fastdeploy_rl.control.openai_format import Json
+from fastdeploy_rl.errors import DeadlineExceededError, EngineError, FastDeployRLError, from_wire
+
+_DATA = "data: "
+_DONE = "[DONE]"
+
+
+class TextClient:
+    """Blocks; one answer at a time. A context manager; `close` gives the connection back."""
+
+    def __init__(self, url: str, *, deadline_s: float, transport: httpx.BaseTransport | None = None) -> None:
+        """ConfigurationError for what is no http URL. Connects to nothing yet. `deadline_s` is for each answer, from
+        the question to its end. `transport` replaces the network."""
+        self._engine = EngineUrl.parse(url)
+        self._deadline_s = deadline_s
+        self._http = httpx.Client(base_url=self._engine.url, transport=transport)
+
+    def model(self) -> Json:
+        """The served model as /v1/models has it: `id`, `weight_version` and more."""
+        call = HttpCall("GET", "/v1/models", Json)
+        with self._engine.failures(call):
+            answer = self._http.request(call.method, call.path, timeout=call.timeout)
+        cards = self._engine.result(call, answer).get("data")
+        if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict):
+            raise EngineError(f"{self._engine.url}{call.path} names no model")
+        card: Json = cards[0]
+        return card
+
+    def ask(self, path: str, body: Json) -> Json:
+        """The whole answer."""
+        call = self._call(path, body)
+        with self._engine.failures(call):
+            answer = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
+        return self._engine.result(call, answer)
+
+    def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
+        """The chunks as they come. Close it (`contextlib.closing`) where it is not read to its end."""
+        call = self._call(path, body | {"stream": True})
+        deadline = time.monotonic() + self._deadline_s
+        with (
+            self._engine.failures(call),
+            self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
+        ):
+            if answer.is_error:
+                answer.read()
+                self._engine.result(call, answer)
+            for event in _events(answer.iter_lines()):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceededError(f"the answer of {self._engine.url} took over {self._deadline_s:g} s")
+                yield event
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> "TextClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, path: str, body: Json) -> HttpCall[Json]:
+        return HttpCall("POST", path, Json, self._deadline_s, {"json": body})
+
+
+def _events(lines: Iterator[str]) -> Iterator[Json]:
+    """Raises what an event says went wrong; EngineError where the stream ends without its end."""
+    for line in lines:
+        if line == _DATA + _DONE:
+            return
+        if line.startswith(_DATA):
+            yield _event(line.removeprefix(_DATA))
+    raise EngineError("the engine's answer broke off")
+
+
+def _event(text: str) -> Json:
+    try:
+        event: Json = msgspec.json.decode(text, type=Json)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"the engine's answer is no stream of chunks: {error}") from error
+    fault: Any = event.get("error")
+    if fault is not None:
+        raise _fault(fault)
+    return event
+
+
+def _fault(fault: Any) -> FastDeployRLError:
+    if not isinstance(fault, dict):
+        return EngineError("the engine ended the answer without a reason")
+    return from_wire(str(fault.get("type")), str(fault.get("message")))

@@ -76,13 +76,88 @@ def test_template_in_its_own_file_wins(directory: Path) -> None:
     assert open_tokenizer(directory).render_chat([]) == "own file"
 
 
+def test_of_several_named_templates_the_default_counts(directory: Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    write_settings(directory, chat_template=templates)
+    assert open_tokenizer(directory).render_chat([]) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ([{"name": "default", "template": 7}], "chat_template: expected text or a list of named texts, got int"),
+        ({"default": "x"}, "chat_template: expected text or a list of named texts, got dict"),
+    ],
+)
+def test_template_of_another_kind_is_named(directory: Path, template: object, message: str) -> None:
+    write_settings(directory, chat_template=template)
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {message}"):
+        open_tokenizer(directory)
+
+
+def test_special_tokens_come_from_the_map_where_the_settings_have_none(directory: Path) -> None:
+    write_settings(directory, bos_token="<own>", chat_template="{{ bos_token }}{{ eos_token }}{{ pad_token }}")
+    mapped = {"bos_token": "<mapped>", "eos_token": {"content": "<e>", "lstrip": False}}
+    (directory / "special_tokens_map.json").write_text(json.dumps(mapped))
+    assert open_tokenizer(directory).render_chat([]) == "<own><e>"
+
+
+def test_template_has_what_transformers_gives_it(directory: Path) -> None:
+    """loopcontrols, plain tojson, namespaces, absent tools, generation marks, the day."""
+    template = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+    template += "{% if tools is not none or documents is not none %}tools{% endif %}"
+    template += "{% generation %}{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endgeneration %}"
+    template += "{{ strftime_now('%Y')|length }}{{ 'a'|indent(2, true) }}{% for i in range(2) %}{{ i }}{% endfor %}"
+    write_settings(directory, chat_template=template)
+    messages = [{"role": "user", "content": "<ü>"}, {"role": "assistant", "content": "no"}]
+    assert open_tokenizer(directory).render_chat(messages) == '{"role": "user", "content": "<ü>"}24  a01'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [1] * 10000000000 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ 'a'.ljust(10000000000) }}",
+        "{{ 'a'|center(10000000000) }}",
+        "{{ 'a'|indent(10000000000, true) }}",
+        "{{ messages | tojson(indent=10000000000) }}",
+        "{% for i in range(100) %}{{ 'a' * 1000000 }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_template_without_end_is_stopped(directory: Path, template: str) -> None:
+    write_settings(directory, chat_template=template)
+    with pytest.raises(RequestError, match="refuses these messages"):
+        open_tokenizer(directory).render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+)
+def test_tools_are_refused_clearly(directory: Path, message: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match="this engine has no tool calls"):
+        open_tokenizer(directory).render_chat([{"role": "user", "content": "2+2?"}, message])
+
+
+def test_slow_tokenizer_is_refused_with_the_mend(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model alone is a slow tokenizer.*save_pretrained"):
+        open_tokenizer(directory)
+
+
 def test_refused_role_is_a_request_error(directory: Path) -> None:
     with pytest.raises(RequestError, match="refuses these messages: no role wizard"):
         open_tokenizer(directory).render_chat([{"role": "wizard", "content": "hi"}])
 
 
-def test_model_without_template_says_so(directory: Path) -> None:
-    write_settings(directory, eos_token="<e>")
+@pytest.mark.parametrize("template", [None, [], [{"name": "tool_use", "template": "x"}]])
+def test_model_without_template_says_so(directory: Path, template: object) -> None:
+    write_settings(directory, eos_token="<e>", chat_template=template)
     with pytest.raises(RequestError, match="no chat template; use /v1/completions"):
         open_tokenizer(directory).render_chat([{"role": "user", "content": "hi"}])
 

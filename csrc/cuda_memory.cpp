@@ -50,13 +50,18 @@ std::shared_ptr<CudaMemory> CudaMemory::borrow(std::shared_ptr<CudaContext> cont
 CudaMemory::CudaMemory(std::shared_ptr<CudaContext> context, CudaPointer address, size_t num_bytes, Origin origin)
     : context_(std::move(context)), address_(address), num_bytes_(num_bytes), origin_(origin) {}
 
-// Nobody is left to hear of a failure, and at the end of the process the driver
-// may be gone before us.
 CudaMemory::~CudaMemory() {
-  if (is_closed()) return;
+  if (is_closed() || origin_ == Origin::borrowed) return;
+  if (origin_ == Origin::allocated) {
+    // Another process may have it open, and freeing it then is undefined: so it stays until this process ends, and the
+    // context with it, whose last release would free it.
+    new std::shared_ptr<CudaContext>(context_);
+    return;
+  }
   try {
     give_back(address_);
   } catch (const CudaFailure&) {
+    // Nobody is left to hear of it; at the end of the process the driver may be gone before us.
   }
 }
 

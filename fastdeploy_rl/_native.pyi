@@ -233,7 +233,8 @@ class CudaContext:
     @property
     def ordinal(self) -> int: ...
     def allocate(self, num_bytes: int) -> CudaMemory:
-        """cuMemAlloc: contents are arbitrary; freed when closed or dropped."""
+        """cuMemAlloc: contents are arbitrary; freed by `close` only. Dropped without it, it stays until the process ends:
+        nobody can tell whether another process has it open."""
 
     def open(self, handle: bytes, num_bytes: int) -> CudaMemory:
         """cuIpcOpenMemHandle of another process's allocation of `num_bytes`; closed when closed or dropped."""
@@ -258,8 +259,7 @@ class CudaContext:
 
 @final
 class CudaMemory:
-    """One block of device memory: allocated, opened or borrowed. Given back when closed or when the last reference
-    (DLPack tensor) dies."""
+    """One block of device memory: allocated, opened or borrowed."""
 
     @property
     def address(self) -> int:

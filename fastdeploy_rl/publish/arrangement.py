@@ -330,7 +330,7 @@ def _contributed(tensor: ArrangedTensor, place: Placing, sums: Sequence[Fletcher
         shape=tensor.shape,
         shard_axis=tensor.shard_axis,
         parts=tuple(
-            ContributedPart(*place(tensor, piece), piece.start, piece.stop, own.hex())
+            ContributedPart(*place(tensor, piece), piece.start, piece.stop, own)
             for piece, own in zip(tensor.pieces, sums, strict=True)
         ),
         is_transposed=tensor.rule.is_transposed,

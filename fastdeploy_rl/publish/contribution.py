@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl.checksum import ZERO, Fletcher4, add
+from fastdeploy_rl.checksum import Fletcher4, add
 from fastdeploy_rl.errors import TrainerError
 from fastdeploy_rl.manifest import Count, Fused, Manifest, Part, Segment, Tensor, build_manifest
 from fastdeploy_rl.version import WeightVersion
@@ -25,7 +25,7 @@ class ContributedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: Count
     start: Count
     stop: Count
-    checksum: str
+    checksum: Fletcher4
 
 
 class ContributedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ class _Share(NamedTuple):
     publisher: int
     start: int
     stop: int
-    checksum: str
+    checksum: Fletcher4
     part: Part
 
 
@@ -118,14 +118,13 @@ def _join(tensor: ContributedTensor, shares: list[_Share]) -> Tensor:
     tiles = sorted(kept.values(), key=lambda share: (share.start, share.stop))
     if tensor.shard_axis is not None:
         _check_tiling(tensor, tensor.shape[tensor.shard_axis], tiles)
-    sums = (Fletcher4.parse(share.checksum) for share in tiles)
     return Tensor(
         name=tensor.name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         shard_axis=tensor.shard_axis,
         parts=tuple(share.part for share in tiles),
-        checksum=reduce(add, sums, ZERO).hex(),
+        checksum=reduce(add, (share.checksum for share in tiles)).hex(),
         is_transposed=tensor.is_transposed,
         fused=tensor.fused,
     )

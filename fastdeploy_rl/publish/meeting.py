@@ -101,6 +101,7 @@ class Meeting:
         self._channel = channel
         self._bell: _native.Mapping | None = None
         self._read: dict[int, tuple[tuple[int, int], Offer]] = {}
+        self._has_offered = False
 
     def open(self) -> None:
         self._remove_offer()
@@ -220,12 +221,18 @@ class Meeting:
 
     # --- the other parts ---------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """A publication begins: what was said of the one before is no longer true."""
+        self._has_offered = False
+        self._remove_offer()
+
     def follow(self, step: int, own: Contribution, deadline_ns: int) -> Found:
         """Offers `own` and waits for what becomes of it: the manifest it stands in, or the error with which part 0
         refused. PeerLostError when part 0 dies, DeadlineExceededError when it does not decide in time; then the offer
         is withdrawn, and will not be published."""
         offer = Offer(secrets.token_hex(8), self.part.count, step, own)
         before = self._channel.read_latest()
+        self._has_offered = True
         self._write_offer(offer)
         try:
             outcome = self._await_decision(offer, before, deadline_ns)
@@ -235,7 +242,10 @@ class Meeting:
             self._ring()
 
     def report(self, step: int, error: BaseException) -> None:
-        """Tells part 0 that this part has nothing to offer, so that it need not wait."""
+        """Tells part 0 that this part has nothing to offer, so that it need not wait; unless it offered something, and
+        the error is what became of that."""
+        if self._has_offered:
+            return
         name, text = _told(error)
         self._write_offer(Offer(secrets.token_hex(8), self.part.count, step, None, name, text))
 

@@ -92,11 +92,14 @@ class OpenChannel:
     @contextmanager
     def telling_others(self, step: int) -> Iterator[None]:
         """Whoever breaks off inside tells the other parts, so that none waits in vain."""
+        if self.part.count == 1:
+            yield
+            return
+        self._meeting.begin()
         try:
             yield
         except BaseException as error:
-            if self.part.count > 1:
-                self._tell(step, error)
+            self._tell(step, error)
             raise
 
     def publish(self, wish: Wish) -> Manifest:

@@ -1,14 +1,16 @@
 """A publication and a model match exactly, or every difference is named."""
 
+import dataclasses
 from itertools import count
 
 import pytest
+from msgspec.structs import replace
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.coverage import Coverage, ParameterSpec, check_coverage
+from fastdeploy_rl.coverage import Coverage, FusedPart, ParameterSpec, check_coverage
 from fastdeploy_rl.dtypes import DTYPES
 from fastdeploy_rl.errors import ConfigurationError, CoverageError
-from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
+from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest
 
 Published = tuple[str, str, tuple[int, ...], int]
 
@@ -172,3 +174,138 @@ CONTRADICTIONS = {
 def test_a_model_that_contradicts_itself_is_refused(message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_coverage(published(("x", "F32", (4,), 1)), CONTRADICTIONS[message])
+
+
+# --- logical tensors: who fuses, turns or pads them does not matter, but they must fit
+
+
+def stored(name: str, shape: tuple[int, ...], first: int = 1, offset: int = 0, **changes: object) -> Tensor:
+    """F32, whole; `changes`: is_transposed, fused."""
+    checksum = Fletcher4(first, 0, 0, 0).hex()
+    return Tensor(name, "F32", shape, None, (Part(0, offset << 20, 0, 0),), checksum, **changes)  # type: ignore[arg-type]
+
+
+def publication(*tensors: Tensor, aliases: dict[str, str] | None = None) -> Manifest:
+    placed = [replace(tensor, parts=(Part(0, i << 20, 0, 0),)) for i, tensor in enumerate(tensors)]
+    segments = [Segment(kind="shm", locator="arena", num_bytes=1 << 40, arena=0, generation=0)]
+    return build_manifest("3.1200", "full", segments, placed, aliases or {})
+
+
+def qkv(q: int, k: int) -> Tensor:
+    runs = (Run("q", 0, q), Run("k", 0, k), Run("v", 0, k))
+    return stored("qkv", (8, q + 2 * k), fused=Fused(1, runs))
+
+
+FUSED_MODEL = spec(
+    "qkv_proj", (8, 8), fused=tuple(FusedPart(n, s) for n, s in (("q", 4), ("k", 2), ("v", 2))), fused_axis=1
+)
+SPLIT_MODEL = (spec("q", (8, 4)), spec("k", (8, 2)), spec("v", (8, 2)))
+SPLIT = (stored("q", (8, 4)), stored("k", (8, 2)), stored("v", (8, 2)))
+
+
+@pytest.mark.parametrize("model", [(FUSED_MODEL,), SPLIT_MODEL])
+@pytest.mark.parametrize("tensors", [(qkv(4, 2),), SPLIT])
+def test_a_fused_tensor_and_its_parts_cover_each_other(
+    tensors: tuple[Tensor, ...], model: tuple[ParameterSpec, ...]
+) -> None:
+    assert sources(publication(*tensors), *model) == {name: name for name in "qkv"}
+
+
+def test_a_fused_tensor_with_other_heads_is_refused_by_its_runs() -> None:
+    expected = [
+        "q: shape expected [8, 4] got [8, 6] (run of qkv)",
+        "k: shape expected [8, 2] got [8, 1] (run of qkv)",
+        "v: shape expected [8, 2] got [8, 1] (run of qkv)",
+    ]
+    assert problems(publication(qkv(6, 1)), *SPLIT_MODEL) == expected
+    assert problems(publication(qkv(6, 1)), FUSED_MODEL) == expected
+
+
+def test_a_missing_part_is_named_with_what_it_is_part_of() -> None:
+    assert problems(publication(*SPLIT[:2]), FUSED_MODEL) == ["v: missing (part of qkv_proj)"]
+
+
+def test_a_run_that_the_model_does_not_have_is_named_with_its_tensor() -> None:
+    assert problems(publication(qkv(4, 2)), *SPLIT_MODEL[:2]) == ["v: not a tensor of this model (run of qkv)"]
+
+
+def test_the_engines_own_fused_name_is_answered_with_what_to_publish() -> None:
+    found = problems(publication(*SPLIT, stored("qkv_proj", (8, 8))), FUSED_MODEL)
+    assert found == [
+        "qkv_proj: this engine fuses it from q, k, v; publish those, or say how it is fused (a convention)"
+    ]
+
+
+def test_a_turned_tensor_is_compared_as_the_engine_has_it() -> None:
+    assert sources(publication(stored("w", (6, 4), is_transposed=True)), spec("w", (4, 6))) == {"w": "w"}
+    assert sources(publication(stored("w", (6, 4))), spec("w", (4, 6), is_transposed=True)) == {"w": "w"}
+    turned = stored("w", (6, 4), is_transposed=True)
+    assert sources(publication(turned), spec("w", (6, 4), is_transposed=True)) == {"w": "w"}
+
+
+def test_a_wrong_orientation_is_hinted_at_both_ways() -> None:
+    assert problems(publication(stored("w", (6, 4))), spec("w", (4, 6))) == [
+        "w: shape expected [4, 6] got [6, 4] (transposed? linear weights are [in, out] here)"
+    ]
+    assert problems(publication(stored("w", (4, 6), is_transposed=True)), spec("w", (4, 6))) == [
+        "w: shape expected [4, 6] got [6, 4] (published as transposed: is it? linear weights are [in, out] here)"
+    ]
+
+
+@pytest.mark.parametrize("rows", [5, 6, 8, 100])
+def test_a_vocabulary_may_be_padded_differently(rows: int) -> None:
+    model = spec("embed", (8, 2), vocab_rows=5)
+    assert sources(publication(stored("embed", (rows, 2))), model) == {"embed": "embed"}
+
+
+def test_a_vocabulary_with_too_few_rows_is_refused() -> None:
+    model = spec("embed", (8, 2), vocab_rows=5)
+    assert problems(publication(stored("embed", (4, 2))), model) == [
+        "embed: vocabulary of at least 5 rows expected, got 4"
+    ]
+    assert problems(publication(stored("embed", (5, 3))), model) == ["embed: shape expected [8, 2] got [5, 3]"]
+
+
+PADDED = spec("embed", (8, 2), vocab_rows=5)
+PADDED_TIED = spec("head", (8, 2), vocab_rows=5, coverage=Coverage.TIED, tied_to="embed")
+
+
+def test_tied_vocabularies_are_accepted_under_both_names_where_stored_alike() -> None:
+    twice = publication(stored("embed", (6, 2)), stored("head", (6, 2)))
+    assert sources(twice, PADDED, PADDED_TIED) == {"embed": "embed", "head": "embed"}
+    assert [logical.name for logical in check_coverage(twice, [PADDED, PADDED_TIED]).unused] == ["head"]
+    assert problems(publication(stored("embed", (6, 2)), stored("head", (6, 2), 2)), PADDED, PADDED_TIED) == [
+        "head: tied to embed, but published with other values"
+    ]
+
+
+@pytest.mark.parametrize("other", [stored("head", (7, 2)), stored("head", (2, 6), is_transposed=True)])
+def test_tied_names_in_two_layouts_are_refused(other: Tensor) -> None:
+    """Equal values have other checksums there, so nothing shows that they are equal."""
+    assert problems(publication(stored("embed", (6, 2)), other), PADDED, PADDED_TIED) == [
+        "head: tied to embed, but published in another layout, so that nothing shows they are equal"
+    ]
+
+
+def test_tied_fused_parameters_are_tied_part_by_part() -> None:
+    twin = spec("twin", (8, 8), coverage=Coverage.TIED, tied_to="qkv_proj", fused_axis=1)
+    twin = dataclasses.replace(twin, fused=tuple(FusedPart(n, s) for n, s in (("a", 4), ("b", 2), ("c", 2))))
+    assert sources(publication(qkv(4, 2)), FUSED_MODEL, twin) == dict(zip("qkvabc", "qkvqkv", strict=True))
+    mixed = (stored("q", (8, 4)), stored("b", (8, 2)), stored("c", (8, 2)))
+    assert sources(publication(*mixed), FUSED_MODEL, twin) == dict(zip("qkvabc", "qbcqbc", strict=True))
+
+
+BAD_SPECS = {
+    "w: transposed, but its shape": spec("w", (4,), is_transposed=True),
+    "w: fused axis 2 is no axis": spec("w", (4, 4), fused=(FusedPart("a", 4),), fused_axis=2),
+    r"w: its parts \[1, 2\] do not add up to axis 0": spec("w", (4,), fused=(FusedPart("a", 1), FusedPart("b", 2))),
+    "w: a vocabulary of 5 rows does not fit": spec("w", (4, 4), vocab_rows=5),
+    "w: a vocabulary of 0 rows does not fit": spec("w", (), vocab_rows=0),
+    "a model names a twice": spec("w", (4,), fused=(FusedPart("a", 2), FusedPart("a", 2))),
+}
+
+
+@pytest.mark.parametrize("message", BAD_SPECS)
+def test_a_spec_that_contradicts_itself_is_refused(message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_coverage(publication(), [BAD_SPECS[message]])

@@ -15,8 +15,10 @@ from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.dtypes import DTYPES, itemsize
 from fastdeploy_rl.errors import ManifestError
 from fastdeploy_rl.manifest import (
+    Fused,
     Manifest,
     Part,
+    Run,
     Segment,
     Tensor,
     build_manifest,
@@ -49,7 +51,9 @@ def manifest_of(*tensors: Tensor, layout: str = "full", aliases: dict[str, str] 
 
 
 def example() -> Manifest:
-    return manifest_of(whole(), sharded((0, 2), (2, 4)), layout="tp:2", aliases={"z": "w", "head": "w"})
+    turned = msgspec.structs.replace(whole("t", offset=1024), is_transposed=True)
+    tensors = (whole(), sharded((0, 2), (2, 4)), turned, fused(("q", 0, 4), ("k", 0, 2), offset=2048))
+    return manifest_of(*tensors, layout="tp:2", aliases={"z": "w", "head": "w"})
 
 
 def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -217,6 +221,107 @@ def test_a_bad_tensor_is_refused_by_name(case: str) -> None:
         manifest_of(msgspec.structs.replace(whole(), **change))
 
 
+# --- tensors that are turned, and tensors that hold several
+
+
+def fused(*runs: tuple[str, int, int], axis: int = 1, name: str = "qkv", **changes: Any) -> Tensor:
+    """F32 [4, 6]."""
+    return msgspec.structs.replace(whole(name, **changes), fused=Fused(axis, tuple(Run(*run) for run in runs)))
+
+
+INTERLEAVED = (("q", 0, 2), ("k", 0, 1), ("q", 2, 4), ("k", 1, 2))
+
+
+def test_transposed_and_fused_tensors_survive_the_wire() -> None:
+    turned = msgspec.structs.replace(whole(offset=512), is_transposed=True)
+    manifest = manifest_of(fused(*INTERLEAVED), turned)
+    assert decode(encode(manifest)) == manifest
+    assert b'"is_transposed":true' in encode(manifest)
+
+
+def test_a_tensor_in_the_engines_layout_is_written_as_it_always_was() -> None:
+    """Manifests of publishers that knew no other layout stay valid, and their digests stay what they are."""
+    manifest = manifest_of(whole())
+    assert b"is_transposed" not in encode(manifest)
+    assert b"fused" not in encode(manifest)
+    assert manifest.layout_digest == "6882d49489035e9d7b1d3b2df4a7150d3da3a05fb735aa385b1467dfc95f869c"
+    spelled = encode(manifest).replace(
+        b'"checksum":"%b"' % SUM.encode(), b'"checksum":"%b","fused":null' % SUM.encode()
+    )
+    with pytest.raises(ManifestError, match="canonical"):
+        decode(spelled)
+
+
+def test_the_layout_digest_tells_turned_and_fused_tensors_apart() -> None:
+    variants = [
+        manifest_of(whole("qkv")),
+        manifest_of(msgspec.structs.replace(whole("qkv"), is_transposed=True)),
+        manifest_of(fused(*INTERLEAVED)),
+        manifest_of(fused(("q", 0, 4), ("k", 0, 2))),
+        manifest_of(fused(("q", 0, 4), ("v", 0, 2))),
+    ]
+    assert len({variant.layout_digest for variant in variants}) == len(variants)
+
+
+def test_a_logical_tensor_may_lie_in_two_fused_ones() -> None:
+    halves = [fused(("q", 0, 6), name="a"), fused(("q", 6, 8), ("k", 0, 4), name="b", offset=512)]
+    assert len(manifest_of(*halves).tensors) == 2
+
+
+BAD_FUSED: dict[str, tuple[tuple[Tensor, ...], str]] = {
+    "no runs": ((fused(),), "qkv: fused of 0 runs; 1 to 8192 are allowed"),
+    "short": ((fused(("q", 0, 5)),), r"qkv: runs of 5 indices do not tile axis 1 of \[4, 6\]"),
+    "long": ((fused(("q", 0, 7)),), "qkv: runs of 7 indices do not tile"),
+    "axis": ((fused(("q", 0, 6), axis=2),), r"qkv: fused axis 2 is no axis of shape \[4, 6\]"),
+    "negative axis": ((fused(("q", 0, 6), axis=-1),), "qkv: -1 is not in"),
+    "backwards": ((fused(("q", 0, 7), ("k", 1, 0)),), "qkv: run 'k' goes back from 1 to 0"),
+    "negative": ((fused(("q", -6, 0)),), "qkv: -6 is not in"),
+    "gap": ((fused(("q", 0, 3), ("q", 4, 7)),), r"q: runs \[\(0, 3\), \(4, 7\)\] do not tile a tensor from 0 on"),
+    "twice": ((fused(("q", 0, 3), ("q", 0, 3)),), "q: runs .* do not tile a tensor from 0 on"),
+    "late start": ((fused(("q", 2, 8)),), r"q: runs \[\(2, 8\)\] do not tile"),
+    "name": ((fused(("", 0, 6)),), "tensor name '' has 0 bytes"),
+    "own name": ((fused(("qkv", 0, 6)),), "qkv: run 'qkv' has the name of a tensor or an alias"),
+    "a tensor's name": ((fused(("w", 0, 6)), whole(offset=512)), "qkv: run 'w' has the name of a tensor"),
+    "other shape": (
+        (fused(("q", 0, 6)), fused(("q", 6, 12), name="b", offset=512, shape=(5, 6))),
+        "q: its runs in qkv and b are of another dtype or shape",
+    ),
+    "other dtype": (
+        (fused(("q", 0, 6)), fused(("q", 6, 12), name="b", offset=512, dtype="I32")),
+        "q: its runs in qkv and b are of another dtype or shape",
+    ),
+    "a vector turned": (
+        (msgspec.structs.replace(whole(shape=(4,)), is_transposed=True),),
+        r"w: transposed, but its shape \[4\] has no two axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FUSED)
+def test_a_bad_fused_tensor_is_refused_by_name(case: str) -> None:
+    tensors, message = BAD_FUSED[case]
+    with pytest.raises(ManifestError, match=message):
+        manifest_of(*tensors)
+
+
+def test_a_fused_tensor_has_no_second_name() -> None:
+    with pytest.raises(ManifestError, match="alias 'a': 'qkv' is fused and supplies no tensor of its own name"):
+        manifest_of(fused(("q", 0, 6)), aliases={"a": "qkv"})
+    with pytest.raises(ManifestError, match="qkv: run 'q' has the name of a tensor or an alias"):
+        manifest_of(fused(("q", 0, 6)), whole(offset=512), aliases={"q": "w"})
+
+
+def test_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(fused(*INTERLEAVED))
+    monkeypatch.setattr(manifest_module, "MAX_TENSORS", 4)
+    with pytest.raises(ManifestError, match="1 tensors, 0 aliases and 4 runs are more than 4"):
+        decode(encode(manifest))
+    monkeypatch.setattr(manifest_module, "MAX_TENSORS", 5)
+    monkeypatch.setattr(manifest_module, "MAX_RUNS", 3)
+    with pytest.raises(ManifestError, match="fused of 4 runs; 1 to 3"):
+        decode(encode(manifest))
+
+
 LOCATORS = ["", ".", "..", "/arena", "a/b", "../arena", "a b", "a\n", "a\0", "é", "x" * 201, "C:\\x", "%2e"]
 
 
@@ -317,6 +422,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "path as a locator": lambda d: d["segments"][0].update(locator="../../etc/passwd"),
     "duplicate name": lambda d: d["tensors"].append(d["tensors"][0]),
     "overlap": lambda d: d["tensors"][1]["parts"][0].update(offset=0),
+    "text for a bool": lambda d: d["tensors"][2].update(is_transposed="yes"),
+    "unknown run field": lambda d: d["tensors"][3]["fused"]["runs"][0].update(extra=1),
+    "run that goes back": lambda d: d["tensors"][3]["fused"]["runs"][0].update(start=9),
+    "runs that overlap": lambda d: d["tensors"][3]["fused"]["runs"][1].update(name="q"),
     "alias of an alias": lambda d: d["aliases"].update(y="z"),
     "nan": lambda d: d["segments"][0].update(num_bytes=float("nan")),
 }
@@ -359,6 +468,9 @@ def test_messages_stay_short_whatever_was_sent() -> None:
         lambda d: d["tensors"][0].update(name="x" * 10**6),
         lambda d: d["tensors"][0].update(checksum="x" * 10**6),
         lambda d: d["aliases"].update({"x" * 10**6: "w"}),
+        lambda d: d["tensors"][3]["fused"]["runs"][0].update(name="x" * 10**6),
+        lambda d: d["tensors"][3]["fused"]["runs"][0].update(name="x" * 512, start=9),
+        lambda d: d["tensors"][3]["fused"]["runs"][0].update(name="x" * 512, start=1, stop=5),
         lambda d: d["aliases"].update({"a": "x" * 10**6}),
     ):
         with pytest.raises(ManifestError) as caught:

@@ -4,11 +4,12 @@ The truth is computed with numpy alone, from logical tensors to what each rank m
 interpreter of its regions and by the native core; bytes, live sums and receipts must agree with the truth.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,9 +18,11 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import ZERO, add, contribution, of_bytes
 from fastdeploy_rl.coverage import Coverage, FusedPart, ParameterSpec
 from fastdeploy_rl.dtypes import numpy_dtype
+from fastdeploy_rl.errors import ConfigurationError, StepFailedError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest, decode, encode
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import (
+    AliasSource,
     Plan,
     PlannedParameter,
     PlannedRegion,
@@ -250,8 +253,21 @@ def vocabularies(draw: st.DrawFn, case: Case, name: str, first: int) -> None:
     case.logical[name] = values
     case.specs.append(ParameterSpec(**{**fields(spec), "vocab_rows": used}))
     publish(draw, case, name, values, source)
-    if draw(st.booleans()):
-        tie(draw, case, name, values, source)
+    draw(st.sampled_from([nothing, tie, untie]))(draw, case, name, values, source)
+
+
+def nothing(draw: st.DrawFn, case: Case, name: str, values: Array, dtype: str) -> None:
+    """The usual case."""
+
+
+def untie(draw: st.DrawFn, case: Case, name: str, values: Array, dtype: str) -> None:
+    """The trainer ties a second name to the first, the engine holds it on its own, in another way."""
+    held, hidden = case.num_ranks * draw(st.integers(0, 3)), values.shape[1]
+    used = draw(st.integers(0, min(held, values.shape[0])))
+    spec = spec_of(draw, f"{name}.alias", (held, hidden), draw(st.sampled_from([None, 0, 1])), case.specs[-1].dtype)
+    case.specs.append(ParameterSpec(**{**fields(spec), "vocab_rows": used}))
+    case.logical[spec.name] = values
+    case.publication.aliases[spec.name] = name
 
 
 def tie(draw: st.DrawFn, case: Case, name: str, values: Array, dtype: str) -> None:
@@ -379,3 +395,152 @@ def dirty(num_bytes: int) -> Mapping:
     mapping = Mapping.private(max(num_bytes, 1))
     memoryview(mapping)[:] = b"\xaa" * mapping.num_bytes
     return mapping
+
+
+# --- what is aliased, and why the rest is not
+
+
+def fused_of(publication: Publication, *runs: Run, axis: int = 1, parts: int | None = None) -> None:
+    """One F32 tensor "qk" of two rows, whose columns are these runs."""
+    width = sum(run.stop - run.start for run in runs)
+    cut: dict[str, Any] = {}
+    if parts is not None:
+        cut = {"axis": axis, "edges": tuple(range(0, width + 1, width // parts))}
+    publication.add("qk", numbers((2, width), 1), "F32", **cut, fused=Fused(axis, runs))
+
+
+Q, K, Q0, Q1, K0, K1 = (
+    *(Run("q", 0, 4), Run("k", 0, 2)),
+    *(Run("q", 0, 2), Run("q", 2, 4), Run("k", 0, 1), Run("k", 1, 2)),
+)
+QK = ParameterSpec("qk_proj", "F32", (2, 6), 1, fused=(FusedPart("q", 4), FusedPart("k", 2)), fused_axis=1)
+SPLIT = [ParameterSpec("q", "F32", (2, 4), 1), ParameterSpec("k", "F32", (2, 2), 1)]
+
+
+def planned(publication: Publication, specs: list[ParameterSpec], rank: int = 0, num_ranks: int = 1) -> Plan:
+    return make_plan(publication.manifest, specs, rank, num_ranks)
+
+
+def test_what_both_sides_fuse_alike_is_one_region_and_an_alias() -> None:
+    publication = Publication()
+    fused_of(publication, Q, K)
+    (parameter,) = planned(publication, [QK]).parameters
+    assert (parameter.alias, parameter.sources) == (AliasSource(0, 0), ("qk",))
+    assert [(region.rows, region.row_bytes) for region in parameter.regions] == [(1, 48)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_publication_fused_for_each_rank_is_aliased_by_each(rank: int) -> None:
+    """[q_0 | k_0 | q_1 | k_1], cut in two."""
+    publication = Publication()
+    fused_of(publication, Q0, K0, Q1, K1, parts=2)
+    (parameter,) = planned(publication, [QK], rank, 2).parameters
+    assert parameter.alias == AliasSource(rank, 0)
+
+
+def test_what_only_one_side_fuses_is_copied_and_says_so() -> None:
+    publication = Publication()
+    fused_of(publication, Q, K)
+    assert [p.why_not_alias for p in planned(publication, SPLIT).parameters] == [
+        "slice of columns is not contiguous"
+    ] * 2
+    publication = Publication()
+    publication.add("q", numbers((2, 4), 1), "F32")
+    publication.add("k", numbers((2, 2), 9), "F32")
+    (parameter,) = planned(publication, [QK]).parameters
+    assert parameter.why_not_alias == "gathered from 2 published regions"
+    assert parameter.sources == ("q", "k")
+
+
+def test_rows_of_a_fused_tensor_are_aliased_where_they_lie() -> None:
+    publication = Publication()
+    publication.add("qk", numbers((6, 2), 1), "F32", fused=Fused(0, (Q, K)))
+    specs = [ParameterSpec("q", "F32", (4, 2), 0), ParameterSpec("k", "F32", (2, 2), 0)]
+    assert [p.alias for p in planned(publication, specs).parameters] == [AliasSource(0, 0), AliasSource(0, 32)]
+
+
+def test_a_transposed_square_is_turned() -> None:
+    publication = Publication()
+    publication.add("w", numbers((3, 3), 1), "F32", is_transposed=True)
+    (parameter,) = planned(publication, [ParameterSpec("w", "F32", (3, 3), None)]).parameters
+    assert parameter.why_not_alias == "transposed"
+    (region,) = parameter.regions
+    assert (region.rows, region.row_bytes, region.transpose_item) == (3, 12, 4)
+
+
+def test_what_both_sides_transpose_is_aliased() -> None:
+    publication = Publication()
+    publication.add("w", numbers((3, 2), 1), "F32", is_transposed=True)
+    (parameter,) = planned(publication, [ParameterSpec("w", "F32", (3, 2), 0, is_transposed=True)]).parameters
+    assert parameter.alias == AliasSource(0, 0)
+
+
+def test_a_row_needs_no_turning() -> None:
+    publication = Publication()
+    publication.add("w", numbers((1, 5), 1), "F32", is_transposed=True)
+    assert planned(publication, [ParameterSpec("w", "F32", (5, 1), None)]).parameters[0].alias == AliasSource(0, 0)
+
+
+def test_surplus_rows_of_a_vocabulary_are_read_by_one_rank_and_do_not_stop_an_alias() -> None:
+    publication = Publication()
+    publication.add("embed", numbers((7, 2), 1), "F32")
+    spec = ParameterSpec("embed", "F32", (4, 2), 0, vocab_rows=4)
+    plans = [planned(publication, [spec], rank, 2) for rank in range(2)]
+    assert [plan.parameters[0].alias for plan in plans] == [AliasSource(0, 0), AliasSource(0, 16)]
+    surplus = [[r for r in plan.parameters[0].regions if r.kind is RegionKind.READ] for plan in plans]
+    assert [[(r.source_offset, r.row_bytes, r.owns_read) for r in regions] for regions in surplus] == [
+        [(32, 24, True)],
+        [],
+    ]
+    assert [plan.read_bytes for plan in plans] == [16 + 24, 16]
+
+
+def test_an_engine_that_pads_more_fills_its_rows_with_zero() -> None:
+    publication = Publication()
+    publication.add("embed", numbers((5, 2), 1), "F32")
+    spec = ParameterSpec("embed", "F32", (8, 2), 0, vocab_rows=5)
+    plans = [planned(publication, [spec], rank, 2) for rank in range(2)]
+    assert [plan.parameters[0].why_not_alias for plan in plans] == ["", "padded with rows of zero"]
+    assert [region.kind for region in plans[1].parameters[0].regions] == [RegionKind.COPY, RegionKind.ZERO]
+    assert plans[1].read_bytes == 8
+
+
+# --- plans that break their promises are found
+
+
+BROKEN = {
+    "nobody counts it": lambda region: region._replace(owns_read=False),
+    "read elsewhere": lambda region: region._replace(read_offset=4),
+    "half of it": lambda region: region._replace(rows=1),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_plans_that_do_not_count_each_byte_once_are_found(case: str) -> None:
+    publication = Publication()
+    fused_of(publication, Q, K)
+    plan = planned(publication, SPLIT)
+    check_reads(publication.manifest, [plan])
+    first, second = plan.parameters
+    broken = replace(second, regions=(BROKEN[case](second.regions[0]),))
+    with pytest.raises(StepFailedError, match="plans of 1 ranks: qk is not read and counted exactly once"):
+        check_reads(publication.manifest, [replace(plan, parameters=(first, broken))])
+
+
+def test_a_transposing_region_that_misses_its_target_is_found() -> None:
+    publication = Publication()
+    publication.add("w", numbers((3, 2), 1), "F32", is_transposed=True)
+    plan = planned(publication, [ParameterSpec("w", "F32", (2, 3), None)])
+    check_plan(plan)
+    (parameter,) = plan.parameters
+    astray = replace(parameter, regions=(parameter.regions[0]._replace(target_stride=8),))
+    with pytest.raises(StepFailedError, match="w is not written exactly once"):
+        check_plan(replace(plan, parameters=(astray,)))
+
+
+def test_a_fused_part_that_does_not_divide_is_refused_by_name() -> None:
+    publication = Publication()
+    fused_of(publication, Q, K)
+    odd = ParameterSpec("qk", "F32", (2, 6), 1, fused=(FusedPart("q", 3), FusedPart("k", 3)), fused_axis=1)
+    with pytest.raises(ConfigurationError, match="qk: its part q of 3 indices does not divide over 2 ranks"):
+        make_plan(publication.manifest, [odd], 0, 2)

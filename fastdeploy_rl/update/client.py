@@ -143,11 +143,12 @@ class BoardClient:
             self._board.ring_doorbell()
             self._await_outcome(offset, kind, deadline_s, deadline_ns)
             outcome = self._board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT)
+            if outcome.outcome != Outcome.DONE:
+                raise from_wire(outcome.error, outcome.reason)
+            # Before the slot is free: until then the engine keeps the report, however slow this client is.
+            return RankFiles(self._board.run_dir).read_report(outcome.command)
         finally:
             self._let_go(offset)
-        if outcome.outcome != Outcome.DONE:
-            raise from_wire(outcome.error, outcome.reason)
-        return RankFiles(self._board.run_dir).read_report(outcome.command)
 
     def _word(self, state: SlotState) -> int:
         return layout.slot_word(self._token, state)

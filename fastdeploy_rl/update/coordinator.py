@@ -23,7 +23,7 @@ from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.history import append_history
 from fastdeploy_rl.update.rank_files import RankFiles
-from fastdeploy_rl.update.requests import CommandRequest, LegacyRequest, next_board_request
+from fastdeploy_rl.update.requests import CommandRequest, LegacyRequest, next_board_request, unread_commands
 from fastdeploy_rl.update.transaction import as_step_failure
 from fastdeploy_rl.version import WeightVersion
 
@@ -140,7 +140,8 @@ class Coordinator:
             self._forget_receipt()
             self.state.fence(str(outcome.error))
         report = self._report(request, previous, outcome, time.monotonic() - started)
-        self._try_to_store(lambda: self._files.write_report(report), "report")
+        unread = unread_commands(self._board)
+        self._try_to_store(lambda: self._files.write_report(report, unread), "report")
         entry = history_entry(report, self._board.port, time.time())
         self._try_to_store(lambda: append_history(self._board.run_dir / HISTORY, entry), "history")
         self.state.count_command()

@@ -5,6 +5,7 @@ hundreds of tensors go here."""
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,9 +52,13 @@ class RankFiles:
             for path in self._run_dir.glob(f"{kind}.{command}.rank*.json*"):
                 path.unlink(missing_ok=True)
 
-    def write_report(self, report: UpdateReport) -> None:
+    def write_report(self, report: UpdateReport, unread: Collection[int] = ()) -> None:
+        """Reports of the last KEPT_REPORTS commands stay, and older ones of the commands `unread`."""
         self._write(f"report.{report.command}.json", report)
-        (self._run_dir / f"report.{report.command - KEPT_REPORTS}.json").unlink(missing_ok=True)
+        for path in self._run_dir.glob("report.*.json"):
+            number = path.name.split(".")[1]
+            if number.isdigit() and int(number) <= report.command - KEPT_REPORTS and int(number) not in unread:
+                path.unlink(missing_ok=True)
 
     def read_report(self, command: int) -> UpdateReport:
         return self._read(UpdateReport, f"report.{command}.json")

@@ -106,6 +106,13 @@ def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
     return None
 
 
+def unread_commands(board: Board) -> set[int]:
+    """Numbers of finished commands whose clients did not come for the outcome yet."""
+    offsets = [layout.request_offset(slot) for slot in range(layout.NUM_REQUEST_SLOTS)]
+    finished = [offset for offset in offsets if board.load(offset) & 7 == SlotState.FINISHED]
+    return {board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT).command for offset in finished}
+
+
 def client_lock_path(run_dir: Path, token: int) -> Path:
     """The file whose lock a client holds while it uses the board."""
     return run_dir / "clients" / f"{token:016x}.lock"

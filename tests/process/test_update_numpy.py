@@ -11,6 +11,7 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import ChecksumMismatchError, CoverageError, NoPublicationError, VersionRegressError
 from fastdeploy_rl.manifest import Manifest
+from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
@@ -29,7 +30,12 @@ AXES = {spec.name: spec.shard_axis for spec in SPECS}
 
 
 def publish(publisher: WeightPublisher, weights: dict[str, np.ndarray], step: int, layout: str = "full"):
-    return publisher.publish(weights, step=step, layout=layout, shard_axis=AXES.get)
+    return publisher.publish(weights, step=step, layout=layout, convention=as_the_engine)
+
+
+def as_the_engine(name: str, shape: tuple[int, ...]) -> TensorRule:
+    """The trainer has every tensor as the engine does."""
+    return TensorRule(name, AXES.get(name))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -25,7 +25,7 @@ from fastdeploy_rl.dtypes import cast_between, itemsize
 from fastdeploy_rl.errors import ConfigurationError, StepFailedError
 from fastdeploy_rl.manifest import Manifest, Part, Tensor
 from fastdeploy_rl.plan.geometry import Axis, strides_of, strips
-from fastdeploy_rl.plan.logical import WHOLE, LogicalTensor, turned, turned_axis
+from fastdeploy_rl.plan.logical import WHOLE, LogicalTensor, Piece, turned, turned_axis
 
 
 class RegionKind(Enum):
@@ -265,29 +265,39 @@ class _Slot(NamedTuple):
     spans: Spans
     offset: int
     strides: tuple[int, ...]
+    item: int
 
 
 def _plan_parameter(
     spec: ParameterSpec, feeds: Sequence[LogicalTensor], counts: Sequence[bool], rank: int, num_ranks: int
 ) -> PlannedParameter:
-    local_shape = tuple(n // num_ranks if axis == spec.shard_axis else n for axis, n in enumerate(spec.shape))
+    sizes = tuple(part.size for part in spec.fused)
+    item = itemsize(spec.dtype)
+    local_shape, slots = _local(
+        spec.shape, item, spec.shard_axis, spec.is_transposed, sizes, spec.fused_axis, rank, num_ranks
+    )
+    owner = rank == 0 or spec.shard_axis is not None
     written: list[PlannedRegion] = []
     read: list[PlannedRegion] = []
-    for slot, logical, is_first in zip(_slots(spec, local_shape, rank, num_ranks), feeds, counts, strict=True):
-        used = _clipped(slot, spec.vocab_rows)
-        written += _copies(logical, used, spec, owns_read=is_first and (rank == 0 or spec.shard_axis is not None))
-        if spec.vocab_rows is not None:
-            written += _zeros(slot, spec)
+    for slot, logical, is_first in zip(slots, feeds, counts, strict=True):
+        cast = cast_between(logical.dtype, spec.dtype)
+        if cast is None:
+            raise StepFailedError(f"{spec.name}: no cast from {logical.dtype} to {spec.dtype}")
+        if spec.vocab_rows is None:
+            written += _copies(logical, slot, cast, is_first and owner)
+        else:
+            written += _copies(logical, _with_tokens(slot, spec.vocab_rows), cast, is_first and owner)
+            written += _zeros(slot, spec.vocab_rows)
             if is_first and rank == 0:
                 read += _reads(logical, spec.vocab_rows)
     regions = _joined(written)
     why_not = _why_not_alias(feeds, spec, regions)
     return PlannedParameter(
         name=spec.name,
-        sources=tuple(dict.fromkeys(piece.tensor.name for logical in feeds for piece in logical.pieces)),
+        sources=_stored_names(feeds),
         dtype=spec.dtype,
         local_shape=local_shape,
-        num_bytes=prod(local_shape) * itemsize(spec.dtype),
+        num_bytes=prod(local_shape) * item,
         regions=(*regions, *read),
         alias=None if why_not else _alias_source(feeds[0].pieces[0].tensor, regions),
         why_not_alias=why_not,
@@ -299,7 +309,7 @@ def _plan_reading(logical: LogicalTensor) -> PlannedParameter:
     name of a tied group that was published under both. They need no home, only a place in the receipt."""
     return PlannedParameter(
         name=logical.name,
-        sources=tuple(dict.fromkeys(piece.tensor.name for piece in logical.pieces)),
+        sources=_stored_names([logical]),
         dtype=logical.dtype,
         local_shape=(0,),
         num_bytes=0,
@@ -309,29 +319,43 @@ def _plan_reading(logical: LogicalTensor) -> PlannedParameter:
     )
 
 
-def _slots(spec: ParameterSpec, local_shape: tuple[int, ...], rank: int, num_ranks: int) -> Iterator[_Slot]:
-    """One for each logical tensor of the parameter, in order."""
-    strides = strides_of(local_shape, itemsize(spec.dtype))
+def _stored_names(feeds: Sequence[LogicalTensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(piece.tensor.name for logical in feeds for piece in logical.pieces))
+
+
+@lru_cache(maxsize=1 << 12)
+def _local(
+    shape: tuple[int, ...],
+    item: int,
+    shard_axis: int | None,
+    is_transposed: bool,
+    sizes: tuple[int, ...],
+    fused_axis: int,
+    rank: int,
+    num_ranks: int,
+) -> tuple[tuple[int, ...], tuple[_Slot, ...]]:
+    """A rank's shape of a parameter, and the slots of the logical tensors that it consists of, in order."""
+    local_shape = tuple(n // num_ranks if axis == shard_axis else n for axis, n in enumerate(shape))
+    strides = strides_of(local_shape, item)
+    slots = []
     offset = 0
-    for needed in spec.logical:
-        held = turned(needed.shape) if spec.is_transposed else needed.shape
+    for held in [(*shape[:fused_axis], size, *shape[fused_axis + 1 :]) for size in sizes] or [shape]:
         spans = tuple(
-            (rank * (n // num_ranks), (rank + 1) * (n // num_ranks)) if axis == spec.shard_axis else (0, n)
+            (rank * (n // num_ranks), (rank + 1) * (n // num_ranks)) if axis == shard_axis else (0, n)
             for axis, n in enumerate(held)
         )
-        if spec.is_transposed:
-            yield _Slot(turned(spans), offset, turned(strides))
+        if is_transposed:
+            slots.append(_Slot(turned(spans), offset, turned(strides), item))
         else:
-            yield _Slot(spans, offset, strides)
-        if spec.fused:
-            start, stop = spans[spec.fused_axis]
-            offset += (stop - start) * strides[spec.fused_axis]
+            slots.append(_Slot(spans, offset, strides, item))
+        if sizes:
+            start, stop = spans[fused_axis]
+            offset += (stop - start) * strides[fused_axis]
+    return local_shape, tuple(slots)
 
 
-def _clipped(slot: _Slot, vocab_rows: int | None) -> _Slot:
-    """The part of the slot that published values fill."""
-    if vocab_rows is None:
-        return slot
+def _with_tokens(slot: _Slot, vocab_rows: int) -> _Slot:
+    """The part of the slot that published rows fill."""
     (start, stop), *others = slot.spans
     return slot._replace(spans=((start, max(start, min(stop, vocab_rows))), *others))
 
@@ -339,12 +363,42 @@ def _clipped(slot: _Slot, vocab_rows: int | None) -> _Slot:
 # --- the published side ---------------------------------------------------------------------------
 
 
-class _Block(NamedTuple):
-    """One published part's share of a logical tensor, as two maps from the logical tensor's indices to bytes: inside
-    the segment (`source`), and inside the whole published tensor (`whole`). Offsets are those of index 0, ..., 0."""
+class _Stored(NamedTuple):
+    """A piece of a logical tensor as it is stored, but for the place of its parts: those are equal for
+    the tensors of many layers, so what is taken of them is worked out once. `cuts`: the parts' spans along
+    `shard_axis`; `axis` .. `stored_start`: as in `Piece`."""
 
-    tensor: str
-    segment: int
+    shape: tuple[int, ...]
+    item: int
+    is_transposed: bool
+    shard_axis: int | None
+    cuts: Spans
+    axis: int
+    start: int
+    stop: int
+    stored_start: int
+
+
+class _Taken(NamedTuple):
+    """A strip of part number `part`; `source` is counted from the part's beginning."""
+
+    part: int
+    source: int
+    source_stride: int
+    rows: int
+    row_bytes: int
+    target: int
+    target_stride: int
+    whole: int
+    whole_stride: int
+    transpose_item: int
+
+
+class _Block(NamedTuple):
+    """What a part holds of a logical tensor, as two maps from the logical tensor's indices to bytes: inside the part
+    (`source`), and inside the whole published tensor (`whole`). Offsets are those of index 0, ..., 0."""
+
+    part: int
     spans: Spans
     source: int
     source_strides: tuple[int, ...]
@@ -352,31 +406,77 @@ class _Block(NamedTuple):
     whole_strides: tuple[int, ...]
 
 
-def _blocks(logical: LogicalTensor, wanted: Spans) -> Iterator[_Block]:
-    """Those that hold some of the wanted indices; their spans are cut to these."""
-    for piece in logical.pieces:
-        tensor, shift = piece.tensor, piece.stored_start - piece.start
-        spans = wanted if piece.axis == WHOLE else _cut(wanted, piece.axis, piece.start, piece.stop)
-        whole_strides = _strides(tensor.shape, itemsize(tensor.dtype), tensor.is_transposed)
-        whole = 0 if piece.axis == WHOLE else shift * whole_strides[piece.axis]
-        shard = _logical_axis(tensor)
-        for part in tensor.parts:
-            if shard == WHOLE:
-                held, strides, start = spans, whole_strides, 0
-            else:
-                start = part.start - (shift if shard == piece.axis else 0)
-                stop = part.stop - (shift if shard == piece.axis else 0)
-                if start >= spans[shard][1] or stop <= spans[shard][0]:
-                    continue
-                held = _cut(spans, shard, start, stop)
-                strides = _strides(_part_shape(tensor, part), itemsize(tensor.dtype), tensor.is_transposed)
-            if all(low < high for low, high in held):
-                source = part.offset
-                if shard != WHOLE:
-                    source -= part.start * strides[shard]
-                if piece.axis != WHOLE:
-                    source += shift * strides[piece.axis]
-                yield _Block(tensor.name, part.segment, held, source, strides, whole, whole_strides)
+def _stored(piece: Piece) -> _Stored:
+    tensor = piece.tensor
+    cuts = tuple([(part.start, part.stop) for part in tensor.parts])
+    return _Stored(tensor.shape, itemsize(tensor.dtype), tensor.is_transposed, tensor.shard_axis, cuts, *piece[1:])
+
+
+@lru_cache(maxsize=1 << 14)
+def _taken(stored: _Stored, slot: _Slot) -> tuple[_Taken, ...]:
+    """What a slot takes of a piece."""
+    found: list[_Taken] = []
+    for block in _blocks(stored, slot.spans):
+        low = [start for start, _ in block.spans]
+        inside = [at - start for at, (start, _) in zip(low, slot.spans, strict=True)]
+        target = slot.offset + sum(map(mul, inside, slot.strides))
+        found += _strips_of(stored, block, slot.strides, slot.item, target)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 10)
+def _untaken(stored: _Stored, spans: Spans) -> tuple[_Taken, ...]:
+    """What is only read of a piece: as if it went where it is."""
+    return tuple(
+        taken
+        for block in _blocks(stored, spans)
+        for taken in _strips_of(stored, block, block.source_strides, stored.item, 0)
+    )
+
+
+def _strips_of(
+    stored: _Stored, block: _Block, target_strides: tuple[int, ...], target_item: int, target: int
+) -> Iterator[_Taken]:
+    sizes = [stop - start for start, stop in block.spans]
+    low = [start for start, _ in block.spans]
+    source = block.source + sum(map(mul, low, block.source_strides))
+    whole = block.whole + sum(map(mul, low, block.whole_strides))
+    axes = tuple(map(Axis, sizes, block.source_strides, block.whole_strides, target_strides))
+    for strip in strips(axes, stored.item, target_item):
+        yield _Taken(
+            part=block.part,
+            source=source + strip.source,
+            source_stride=strip.source_stride,
+            rows=strip.rows,
+            row_bytes=strip.width * stored.item,
+            target=target + strip.target,
+            target_stride=strip.target_stride,
+            whole=whole + strip.whole,
+            whole_stride=strip.whole_stride,
+            transpose_item=stored.item if strip.is_transposing else 0,
+        )
+
+
+def _blocks(stored: _Stored, wanted: Spans) -> Iterator[_Block]:
+    """The parts that hold some of the wanted indices; their spans are cut to these."""
+    shift = stored.stored_start - stored.start
+    spans = wanted if stored.axis == WHOLE else _cut(wanted, stored.axis, stored.start, stored.stop)
+    whole_strides = _logical_strides(stored, stored.shape)
+    shard = WHOLE if stored.shard_axis is None else _logical_axis(stored, stored.shard_axis)
+    for part, (start, stop) in enumerate(stored.cuts):
+        held, strides, source = spans, whole_strides, 0
+        if shard != WHOLE:
+            back = shift if shard == stored.axis else 0
+            held = _cut(spans, shard, start - back, stop - back)
+            strides = _logical_strides(stored, _part_shape(stored, stop - start))
+            source = -start * strides[shard]
+        if any(low >= high for low, high in held):
+            continue
+        whole = 0
+        if stored.axis != WHOLE:
+            source += shift * strides[stored.axis]
+            whole = shift * whole_strides[stored.axis]
+        yield _Block(part, held, source, strides, whole, whole_strides)
 
 
 def _cut(spans: Spans, axis: int, start: int, stop: int) -> Spans:
@@ -384,106 +484,78 @@ def _cut(spans: Spans, axis: int, start: int, stop: int) -> Spans:
     return (*spans[:axis], (max(low, start), min(high, stop)), *spans[axis + 1 :])
 
 
-@lru_cache(maxsize=1 << 14)
-def _strides(stored_shape: tuple[int, ...], item: int, is_transposed: bool) -> tuple[int, ...]:
-    """By logical axis."""
-    strides = strides_of(stored_shape, item)
-    return turned(strides) if is_transposed else strides
+def _logical_strides(stored: _Stored, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = strides_of(stored_shape, stored.item)
+    return turned(strides) if stored.is_transposed else strides
 
 
-def _logical_axis(tensor: Tensor) -> int:
-    """The axis along which its parts split it; WHOLE for none."""
-    if tensor.shard_axis is None:
-        return WHOLE
-    return turned_axis(tensor.shard_axis, len(tensor.shape)) if tensor.is_transposed else tensor.shard_axis
+def _logical_axis(stored: _Stored, axis: int) -> int:
+    return turned_axis(axis, len(stored.shape)) if stored.is_transposed else axis
 
 
-def _part_shape(tensor: Tensor, part: Part) -> tuple[int, ...]:
-    axis = tensor.shard_axis
-    return tensor.shape if axis is None else (*tensor.shape[:axis], part.stop - part.start, *tensor.shape[axis + 1 :])
+def _part_shape(stored: _Stored, size: int) -> tuple[int, ...]:
+    return tuple(size if axis == stored.shard_axis else n for axis, n in enumerate(stored.shape))
 
 
 # --- regions --------------------------------------------------------------------------------------
 
 
-def _copies(logical: LogicalTensor, slot: _Slot, spec: ParameterSpec, *, owns_read: bool) -> Iterator[PlannedRegion]:
+def _copies(logical: LogicalTensor, slot: _Slot, cast: str, owns_read: bool) -> Iterator[PlannedRegion]:
     """What of the published tensor goes into the slot."""
-    cast = cast_between(logical.dtype, spec.dtype)
-    if cast is None:
-        raise StepFailedError(f"{spec.name}: no cast from {logical.dtype} to {spec.dtype}")
-    item, target_item = itemsize(logical.dtype), itemsize(spec.dtype)
-    for block in _blocks(logical, slot.spans):
-        sizes = [stop - start for start, stop in block.spans]
-        axes = tuple(map(Axis, sizes, block.source_strides, block.whole_strides, slot.strides))
-        low = [start for start, _ in block.spans]
-        source = block.source + sum(map(mul, low, block.source_strides))
-        whole = block.whole + sum(map(mul, low, block.whole_strides))
-        inside = [at - start for at, (start, _) in zip(low, slot.spans, strict=True)]
-        target = slot.offset + sum(map(mul, inside, slot.strides))
-        for strip in strips(axes, item, target_item):
-            yield PlannedRegion(
-                tensor=block.tensor,
-                segment=block.segment,
-                source_offset=source + strip.source,
-                source_stride=strip.source_stride,
-                rows=strip.rows,
-                row_bytes=strip.width * item,
-                target_offset=target + strip.target,
-                target_stride=strip.target_stride,
-                cast=cast,
-                read_offset=whole + strip.whole,
-                read_stride=strip.whole_stride,
-                owns_read=owns_read,
-                transpose_item=item if strip.is_transposing else 0,
-            )
+    for piece in logical.pieces:
+        for taken in _taken(_stored(piece), slot):
+            yield _region(piece.tensor, taken, cast, owns_read, RegionKind.COPY)
 
 
 def _reads(logical: LogicalTensor, first_row: int) -> Iterator[PlannedRegion]:
     """All published indices from `first_row` of axis 0 on (0: all of a tensor of any shape), owned and not written."""
     spans = tuple((first_row if axis == 0 else 0, size) for axis, size in enumerate(logical.shape))
-    item = itemsize(logical.dtype)
-    for block in _blocks(logical, spans):
-        sizes = [stop - start for start, stop in block.spans]
-        axes = tuple(map(Axis, sizes, block.source_strides, block.whole_strides, block.source_strides))
-        low = [start for start, _ in block.spans]
-        source = block.source + sum(map(mul, low, block.source_strides))
-        whole = block.whole + sum(map(mul, low, block.whole_strides))
-        for strip in strips(axes, item, item):
-            yield PlannedRegion(
-                tensor=block.tensor,
-                segment=block.segment,
-                source_offset=source + strip.source,
-                source_stride=strip.source_stride,
-                rows=strip.rows,
-                row_bytes=strip.width * item,
-                target_offset=0,
-                target_stride=0,
-                cast="none",
-                read_offset=whole + strip.whole,
-                read_stride=strip.whole_stride,
-                owns_read=True,
-                kind=RegionKind.READ,
-            )
+    for piece in logical.pieces:
+        for taken in _untaken(_stored(piece), spans):
+            yield _region(piece.tensor, taken, "none", True, RegionKind.READ)
 
 
-def _zeros(slot: _Slot, spec: ParameterSpec) -> Iterator[PlannedRegion]:
+def _region(tensor: Tensor, taken: _Taken, cast: str, owns_read: bool, kind: RegionKind) -> PlannedRegion:
+    part = tensor.parts[taken.part]
+    return PlannedRegion(
+        tensor.name,
+        part.segment,
+        part.offset + taken.source,
+        taken.source_stride,
+        taken.rows,
+        taken.row_bytes,
+        taken.target,
+        taken.target_stride,
+        cast,
+        taken.whole,
+        taken.whole_stride,
+        owns_read,
+        taken.transpose_item,
+        kind,
+    )
+
+
+def _zeros(slot: _Slot, vocab_rows: int) -> Iterator[PlannedRegion]:
     """The rows of a padded vocabulary that carry no token. One row of zero bytes is enough to fill them all."""
-    first, stop = max(slot.spans[0][0], spec.vocab_rows or 0), slot.spans[0][1]
-    item = itemsize(spec.dtype)
+    first, stop = max(slot.spans[0][0], vocab_rows), slot.spans[0][1]
     sizes = [stop - first, *(stop - start for start, stop in slot.spans[1:])]
     if min(sizes) <= 0:
         return
     offset = slot.offset + (first - slot.spans[0][0]) * slot.strides[0]
-    for strip in strips(tuple(map(Axis, sizes, slot.strides, slot.strides, slot.strides)), item, item):
+    for strip in strips(tuple(map(Axis, sizes, slot.strides, slot.strides, slot.strides)), slot.item, slot.item):
+        rows, row_bytes, stride = strip.rows, strip.width * slot.item, strip.target_stride
+        if rows == 1 and row_bytes > slot.strides[0] > slot.item:
+            # All rows in one: apart, they need only one of them to copy from.
+            rows, row_bytes, stride = row_bytes // slot.strides[0], slot.strides[0], slot.strides[0]
         yield PlannedRegion(
             tensor="",
             segment=0,
             source_offset=0,
             source_stride=0,
-            rows=strip.rows,
-            row_bytes=strip.width * item,
+            rows=rows,
+            row_bytes=row_bytes,
             target_offset=offset + strip.target,
-            target_stride=strip.target_stride,
+            target_stride=stride,
             cast="none",
             read_offset=0,
             read_stride=0,

@@ -38,17 +38,22 @@ class HostTensor:
 def borrow(tensor: Any, name: str = "tensor") -> HostTensor:
     """The bytes of a numpy array or of anything that speaks DLPack (Paddle, torch), never a copy.
 
-    A numpy array of uint16, or of ml_dtypes' bfloat16, is BF16. TrainerError, naming the tensor, when it is not in CPU
-    memory, not contiguous, of a dtype without a safetensors name, or no tensor at all.
+    A numpy array of uint16, or of ml_dtypes' bfloat16, is BF16. TrainerError, naming the tensor and the way to mend it,
+    when it is not in CPU memory, not contiguous, of a dtype without a safetensors name, or no tensor at all.
     """
     if isinstance(tensor, np.ndarray):
         return _borrow_array(tensor, name)
     if not hasattr(tensor, "__dlpack__"):
-        raise TrainerError(f"{name!r} is no tensor: got {type(tensor).__name__}; pass numpy, paddle or torch tensors")
+        raise TrainerError(
+            f"{name!r} is no tensor: got {type(tensor).__name__}; pass numpy, paddle or torch tensors, "
+            "and leave what is none out of the state dict"
+        )
     return _borrow_dlpack(tensor, name)
 
 
 def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TrainerError(f"{name!r} is a masked array, and a mask cannot be published: pass array.filled(...)")
     dtype = _array_dtype(array.dtype)
     if dtype is None:
         raise _unsupported(name, str(array.dtype))
@@ -73,6 +78,11 @@ def _borrow_dlpack(tensor: Any, name: str) -> HostTensor:
         borrowed = _native.borrow_dlpack(tensor.__dlpack__())
     except (ValueError, TypeError) as error:
         raise _unsupported(name, str(getattr(tensor, "dtype", "unknown"))) from error
+    except (BufferError, RuntimeError, NotImplementedError, AttributeError) as error:
+        # What frameworks say of sparse, quantized, conjugated and meta tensors, each in its own way.
+        raise TrainerError(
+            f"{name!r} has no plain memory that could be published ({error!s:.200}): pass a dense CPU tensor"
+        ) from error
     if not borrowed.is_cpu:
         raise _not_on_cpu(name, getattr(tensor, "place", None) or getattr(tensor, "device", "another device"))
     if not borrowed.is_contiguous:
@@ -83,15 +93,21 @@ def _borrow_dlpack(tensor: Any, name: str) -> HostTensor:
 
 def _check_device(tensor: Any, name: str) -> None:
     # Asked before the export, which would make a GPU wait for its stream.
-    if hasattr(tensor, "__dlpack_device__"):
+    if not hasattr(tensor, "__dlpack_device__"):
+        return
+    try:
         kind, _ = tensor.__dlpack_device__()
-        if int(kind) != _DLPACK_CPU:
-            raise _not_on_cpu(name, kind)
+    except (ValueError, BufferError, RuntimeError) as error:
+        raise _not_on_cpu(name, error) from error
+    if int(kind) != _DLPACK_CPU:
+        raise _not_on_cpu(name, kind)
 
 
 def _not_on_cpu(name: str, place: object) -> TrainerError:
-    return TrainerError(f"{name!r} is not in CPU memory ({place}): copy it to the CPU before it is published")
+    return TrainerError(f"{name!r} is not in CPU memory ({place}): pass tensor.cpu()")
 
 
 def _unsupported(name: str, dtype: str) -> TrainerError:
-    return TrainerError(f"{name!r} has dtype {dtype}, which cannot be published; known are {' '.join(DTYPES)}")
+    return TrainerError(
+        f"{name!r} has dtype {dtype}, which cannot be published: cast it to one of {' '.join(DTYPES)}, little-endian"
+    )

@@ -3,6 +3,7 @@
 read     stages the latest version, checks its bytes twice under the lease, again and again until stdin ends
 hold     stages the latest version and keeps it until a line comes
 publish  publishes one version and stays
+borrow   publishes one version in its own memory and stays
 write    publishes one version, then dies in the middle of the next (by SIGKILL from outside) while an arena is open
 trainer  publishes steps without end
 """
@@ -102,6 +103,15 @@ def publish(channel: Path) -> None:
         sys.stdin.readline()
 
 
+def borrow(channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        memory = publisher.allocate({name: ("F32", array.shape) for name, array in weights(1).items()})
+        for name, array in weights(1).items():
+            memory[name][:] = array
+        _say(f"published {publisher.publish(memory, step=1, borrow=True).version}")
+        sys.stdin.readline()
+
+
 def write(channel: Path) -> None:
     def stay(*_: object) -> list[list[checksum.Fletcher4]]:
         _say("writing")
@@ -124,4 +134,5 @@ def trainer(channel: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["FASTDEPLOY_RL_COPY_THREADS"] = "1"
-    {"read": read, "hold": hold, "publish": publish, "write": write, "trainer": trainer}[sys.argv[1]](Path(sys.argv[2]))
+    verbs = {verb.__name__: verb for verb in (read, hold, publish, borrow, write, trainer)}
+    verbs[sys.argv[1]](Path(sys.argv[2]))

@@ -55,6 +55,9 @@ def test_a_read_only_array_is_borrowed() -> None:
         (np.array(["a"], dtype=object), "object"),
         ([1.0, 2.0], "no tensor"),
         (None, "no tensor"),
+        (np.float32(1), "no plain memory|no tensor"),
+        (np.ma.masked_array([1.0, 2.0], [0, 1]), "masked array.*filled"),
+        (np.zeros(2, [("a", "f4")]), "cast it to one of"),
     ],
 )
 def test_what_cannot_be_borrowed_is_refused_by_name(tensor: object, reason: str) -> None:
@@ -108,6 +111,39 @@ class _OnAnotherDevice:
 def test_a_tensor_on_another_device_is_refused_by_name() -> None:
     with pytest.raises(TrainerError, match="'w' is not in CPU memory"):
         borrow(_OnAnotherDevice(), "w")
+
+
+class _WithoutPlainMemory:
+    """As torch's sparse, quantized and meta tensors answer."""
+
+    def __init__(self, device_error: Exception | None, export_error: Exception) -> None:
+        self._device_error, self._export_error = device_error, export_error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if self._device_error:
+            raise self._device_error
+        return (1, 0)
+
+    def __dlpack__(self) -> object:
+        raise self._export_error
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, NotImplementedError])
+def test_a_tensor_without_plain_memory_is_refused_by_name(error: type[Exception]) -> None:
+    with pytest.raises(TrainerError, match=r"'w' has no plain memory.*sparse.*dense CPU tensor"):
+        borrow(_WithoutPlainMemory(None, error("sparse")), "w")
+    with pytest.raises(TrainerError, match="'w' is not in CPU memory.*meta"):
+        borrow(_WithoutPlainMemory(ValueError("meta"), error("never")), "w")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_tensors_that_cannot_be_published_are_refused_by_name() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed here")
+    bad = [torch.eye(3).to_sparse(), torch.zeros(3, device="meta"), torch.zeros(1, 3).expand(2, 3), torch.zeros(3, 4).T]
+    bad += [torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(3).to(torch.float8_e4m3fn)]
+    for tensor in bad:
+        with pytest.raises(TrainerError, match="'w'"):
+            borrow(tensor, "w")
 
 
 def test_publishing_imports_no_framework() -> None:

@@ -1,0 +1,368 @@
+"""The trainer's own memory, published without a copy: it never changes while an engine holds it."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from publication_peer import weights
+
+from fastdeploy_rl import checksum
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    LifecycleError,
+    NoPublicationError,
+    NoSpaceError,
+    TrainerError,
+)
+from fastdeploy_rl.memory import shared_segment
+from fastdeploy_rl.publish import open_channel
+from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.leases import LeaseTable
+from fastdeploy_rl.publish.publisher import WeightPublisher, retire
+from fastdeploy_rl.publish.trainer_memory import TrainerMemory
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+WANTED = {name: ("F32", array.shape) for name, array in weights(0).items()}
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Path:
+    return tmp_path / "channel"
+
+
+@pytest.fixture
+def publisher(channel: Path) -> Iterator[WeightPublisher]:
+    with WeightPublisher(channel, max_arenas=2) as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def memory(publisher: WeightPublisher) -> TrainerMemory:
+    return publisher.allocate(WANTED)
+
+
+@pytest.fixture
+def start(channel: Path) -> Iterator[Start]:
+    script = Path(__file__).with_name("publication_peer.py")
+    with ExitStack() as stack:
+
+        def start(verb: str) -> "subprocess.Popen[str]":
+            command = [sys.executable, str(script), verb, str(channel)]
+            peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(peer)
+            stack.callback(peer.kill)
+            return peer
+
+        yield start
+
+
+def _line(peer: "subprocess.Popen[str]") -> str:
+    assert peer.stdout is not None
+    return peer.stdout.readline().strip()
+
+
+def _train(memory: TrainerMemory, step: int) -> None:
+    for name, array in weights(step).items():
+        memory[name][:] = array
+
+
+def _latest(channel: Path) -> str:
+    return (channel / "LATEST").read_text()
+
+
+# --- never torn ------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_reads_all_the_time_never_sees_the_trainer_write(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start
+) -> None:
+    _train(memory, 0)
+    published = publisher.publish(memory, step=0, borrow=True)
+    readers = [start("read"), start("read")]
+    assert [_line(reader) for reader in readers] == ["ready", "ready"]
+    for step in range(1, 60):
+        published.wait_released(60)
+        _train(memory, step)
+        published = publisher.publish(memory, step=step, borrow=True)
+    for reader in readers:
+        output, _ = reader.communicate(timeout=60)
+        assert reader.returncode == 0
+        assert json.loads(output).get("new", 0) >= 1
+
+
+def test_without_the_wait_the_same_engine_sees_its_bytes_change(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start
+) -> None:
+    """That the test above can fail: nothing but the lease keeps the trainer out."""
+    _train(memory, 1)
+    publisher.publish(memory, step=1, borrow=True)
+    holder = start("hold")
+    _line(holder)
+    _train(memory, 2)
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode != 0
+
+
+def test_waiting_names_the_engine_that_still_holds_the_memory_and_changes_nothing(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start, channel: Path
+) -> None:
+    _train(memory, 1)
+    published = publisher.publish(memory, step=1, borrow=True)
+    holder = start("hold")
+    assert _line(holder) == "held 1.1"
+    before = _latest(channel)
+    with pytest.raises(DeadlineExceededError, match=rf"pid {holder.pid} \(since .*\) on version 1\.1"):
+        published.wait_released(0.2)
+    assert _latest(channel) == before
+    other = start("hold")
+    assert _line(other) == "held 1.1"
+    for peer in (holder, other):
+        peer.communicate("\n", timeout=60)
+        assert peer.returncode == 0
+    published.wait_released(60)
+    late = start("hold")
+    late.communicate(timeout=60)
+    assert late.returncode != 0
+    _train(memory, 2)
+    publisher.publish(memory, step=2, borrow=True)
+    latest = start("hold")
+    assert _line(latest) == "held 1.2"
+    latest.communicate("\n", timeout=60)
+    assert latest.returncode == 0
+
+
+def test_the_lease_of_a_killed_engine_does_not_keep_the_trainer_waiting(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start
+) -> None:
+    published = publisher.publish(memory, step=0, borrow=True)
+    _train(memory, 0)
+    holder = start("hold")
+    _line(holder)
+    holder.send_signal(signal.SIGKILL)
+    published.wait_released(60)
+    assert holder.wait(10) == -signal.SIGKILL
+
+
+def test_publishing_again_without_taking_the_memory_back_is_refused_and_names_the_holder(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start, channel: Path
+) -> None:
+    _train(memory, 1)
+    published = publisher.publish(memory, step=1, borrow=True)
+    before = _latest(channel)
+    with pytest.raises(LifecycleError, match=r"version 1\.1, leased by nobody now: call wait_released"):
+        publisher.publish(memory, step=2, borrow=True)
+    holder = start("hold")
+    _line(holder)
+    with pytest.raises(LifecycleError, match=rf"version 1\.1, leased by pid {holder.pid}"):
+        publisher.publish(memory, step=2, borrow=True)
+    assert _latest(channel) == before
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0
+    published.wait_released(60)
+    publisher.publish(memory, step=2, borrow=True)
+
+
+def test_a_copy_of_borrowed_memory_may_be_published_at_any_time(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start
+) -> None:
+    _train(memory, 1)
+    borrowed = publisher.publish(memory, step=1, borrow=True)
+    copied = publisher.publish(memory, step=2)
+    copied.wait_released(0.1)
+    assert [segment.is_borrowed for segment in copied.manifest.segments] == [False]
+    assert borrowed.manifest.tensors[0].checksum == copied.manifest.tensors[0].checksum
+    borrowed.wait_released(0.1)
+    borrowed.wait_released(0.1)
+
+
+# --- what is published -----------------------------------------------------------------------------
+
+
+def test_tensors_lie_where_they_were_allocated_and_add_up(publisher: WeightPublisher, channel: Path) -> None:
+    first = publisher.allocate({"a": ("F32", (3, 5)), "empty": ("I8", (0, 4)), "scale": ("F64", ())})
+    second = publisher.allocate({"b": ("BF16", (7,))})
+    first["a"][:] = np.arange(15).reshape(3, 5)
+    first["scale"][()] = 2.5
+    second["b"][:] = range(7)
+    state = {**first, **second, "tied": first["a"]}
+    manifest = publisher.publish(state, step=1, borrow=True).manifest
+    assert [segment.is_borrowed for segment in manifest.segments] == [True, True]
+    assert manifest.aliases == {"tied": "a"}
+    for tensor in manifest.tensors:
+        assert tensor.checksum == checksum.of_bytes(state[tensor.name].tobytes()).hex()
+        part = tensor.parts[0]
+        with shared_segment.SharedSegment.attach(manifest.segments[part.segment].locator) as segment:
+            data = bytes(memoryview(segment.mapping)[part.offset : part.offset + tensor.num_bytes])
+        assert data == state[tensor.name].tobytes()
+
+
+def test_paddle_computes_in_allocated_memory(publisher: WeightPublisher) -> None:
+    paddle = pytest.importorskip("paddle", reason="paddle is not installed")
+    memory = publisher.allocate({"w": ("F32", (4, 4)), "half": ("BF16", (3,))})
+    weight = paddle.utils.dlpack.from_dlpack(memory.export("w"))
+    weight.add_(paddle.to_tensor(1.5))
+    half = paddle.utils.dlpack.from_dlpack(memory.export("half"))
+    assert half.dtype == paddle.bfloat16
+    published = publisher.publish({"w": weight, "half": half}, step=1, borrow=True)
+    assert memory["w"].tolist() == [[1.5] * 4] * 4
+    assert published.manifest.segments[0].is_borrowed
+    assert published.num_bytes == 70
+
+
+def test_torch_computes_in_allocated_memory(publisher: WeightPublisher) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed here")
+    memory = publisher.allocate({"w": ("F32", (4, 4)), "half": ("BF16", (3,))})
+    weight = torch.from_numpy(memory["w"]).requires_grad_()
+    with torch.no_grad():
+        weight += 1.5
+    half = torch.from_dlpack(memory.export("half"))
+    assert half.dtype == torch.bfloat16
+    publisher.publish({"w": weight, "half": half}, step=1, borrow=True)
+    assert memory["w"].tolist() == [[1.5] * 4] * 4
+
+
+def test_arrays_outlive_the_publisher(channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        memory = publisher.allocate({"w": ("F32", (4,))})
+        published = publisher.publish(memory, step=1, borrow=True)
+    memory["w"][:] = 3
+    assert memory["w"].tolist() == [3.0] * 4
+    assert published.version.step == 1
+
+
+def test_a_kept_borrowed_publication_serves_later_engines_and_then_the_next_trainer(
+    channel: Path, start: Start
+) -> None:
+    publisher = WeightPublisher(channel)
+    publisher.start()
+    memory = publisher.allocate(WANTED)
+    _train(memory, 3)
+    publisher.publish(memory, step=3, borrow=True)
+    publisher.close(keep=True)
+    del memory
+    holder = start("hold")
+    assert _line(holder) == "held 1.3"
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        publisher.publish(weights(2), step=2, deadline_s=0.2)
+        holder.communicate("\n", timeout=60)
+        assert holder.returncode == 0
+    assert [path.name for path in channel.glob("manifest-*")] == []
+
+
+# --- what is refused, and that nothing changed -----------------------------------------------------
+
+
+def _of(memory: TrainerMemory, **changes: Any) -> dict[str, Any]:
+    return {**memory, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "error", "text"),
+    [
+        ({"mine": np.zeros(4, "f4")}, {}, TrainerError, "'mine' cannot be borrowed.*allocate"),
+        ({}, {"layout": "tp:2"}, ConfigurationError, "layout 'full', got 'tp:2'"),
+        ({}, {"step": 1}, TrainerError, "steps must go up"),
+    ],
+)
+def test_what_cannot_be_borrowed_leaves_the_memory_to_the_trainer(
+    publisher: WeightPublisher,
+    memory: TrainerMemory,
+    channel: Path,
+    changes: dict[str, Any],
+    more: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    publisher.publish({"w": np.zeros(4, "f4")}, step=1)
+    before = _latest(channel)
+    with pytest.raises(error, match=text):
+        publisher.publish(_of(memory, **changes), **{"step": 2, "borrow": True, **more})
+    assert _latest(channel) == before
+    publisher.publish(memory, step=2, borrow=True)
+
+
+def test_a_slice_of_an_allocated_tensor_is_refused_by_name(publisher: WeightPublisher, memory: TrainerMemory) -> None:
+    with pytest.raises(TrainerError, match=r"'t0' cannot be borrowed: it begins inside"):
+        publisher.publish({"t0": memory["t0"].reshape(-1)[3:]}, step=1, borrow=True)
+
+
+@pytest.mark.parametrize("place", ["copy_out", "write_publication"])
+def test_a_borrowed_publication_that_breaks_off_gives_the_memory_back(
+    publisher: WeightPublisher,
+    memory: TrainerMemory,
+    channel: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Start,
+    place: str,
+) -> None:
+    publisher.publish(weights(1), step=1)
+    before = _latest(channel)
+
+    def break_off(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(open_channel if place == "copy_out" else Channel, place, break_off)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(memory, step=2, borrow=True)
+    assert _latest(channel) == before
+    _train(memory, 2)
+    publisher.publish(memory, step=2, borrow=True)
+    holder = start("hold")
+    assert _line(holder) == "held 1.2"
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "text"),
+    [
+        ({"w": ("F33", (4,))}, ConfigurationError, "unknown dtype 'F33'"),
+        ({"w": ("F32", (-1,))}, ConfigurationError, "'w' cannot have shape"),
+        ({"w": ("F32", (2.0,))}, ConfigurationError, "'w' cannot have shape"),
+        ({"w": ("F64", (2**50,))}, NoSpaceError, "free"),
+    ],
+)
+def test_memory_that_cannot_be_had_is_refused_and_nothing_is_held(
+    publisher: WeightPublisher, channel: Path, wanted: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        publisher.allocate(wanted)
+    table = LeaseTable(channel / "LEASES", channel / "holders")
+    table.open()
+    assert [table.segment(row) for row in range(16) if table.segment(row)] == []
+    assert not any(table.is_written(row) for row in range(16))
+    table.close()
+
+
+def test_arenas_and_allocated_memory_share_sixteen_rows(publisher: WeightPublisher) -> None:
+    publisher.publish(weights(1), step=1)
+    for _ in range(15):
+        publisher.allocate({"w": ("F32", (4,))})
+    with pytest.raises(NoSpaceError, match="all 16 rows"):
+        publisher.allocate({"w": ("F32", (4,))})
+    with pytest.raises(NoPublicationError):
+        retire(Path("/nonexistent"))
+
+
+def test_memory_of_a_killed_trainer_is_taken_over_by_the_next(channel: Path, start: Start) -> None:
+    dead = start("borrow")
+    assert _line(dead) == "published 1.1"
+    dead.kill()
+    dead.wait(10)
+    holder = start("hold")
+    assert _line(holder) == "held 1.1"
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+    retire(channel)

@@ -90,7 +90,10 @@ def cut(value: np.ndarray, axis: int | None, rank: int, num_ranks: int) -> np.nd
 class ServedEngine:
     """One engine. A with statement starts and stops it; `await_ready` before anything else."""
 
-    def __init__(self, model: Model, place: Path, *, num_ranks: int, apply_mode: str = "auto") -> None:
+    def __init__(
+        self, model: Model, place: Path, *, num_ranks: int, apply_mode: str = "auto", options: Sequence[str] = ()
+    ) -> None:
+        """`options`: further ones of `serve`."""
         self.num_ranks = num_ranks
         self.channel = place / "channel"
         self.port, self.board_port = free_port(), free_port()
@@ -102,7 +105,7 @@ class ServedEngine:
             *(sys.executable, str(HERE / "windowed_serve.py"), "serve", "--json", "--model", str(model.directory)),
             *("--tensor-parallel-size", str(num_ranks), "--apply-mode", apply_mode, "--load-strategy", "ipc"),
             *("--ipc-dir", str(self.channel), "--log-dir", str(self._log_dir), "--port", str(self.port)),
-            *("--engine-worker-queue-port", str(self.board_port)),
+            *("--engine-worker-queue-port", str(self.board_port), *options),
         ]
 
     def __enter__(self) -> "ServedEngine":

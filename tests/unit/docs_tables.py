@@ -1,0 +1,191 @@
+"""Tables of the docs that repeat what the code says, made from the code: `python tests/unit/docs_tables.py` writes
+them into the pages.
+
+A page marks each with `<!-- NAME: made by tests/unit/docs_tables.py -->` and `<!-- end -->`; test_docs.py holds pages
+to them. What only a human can say about a field stands here beside its name.
+"""
+
+import enum
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fastdeploy_rl import lifecycle
+from fastdeploy_rl.board import layout
+from fastdeploy_rl.lifecycle import STALLED_PHASES, UPDATE_TRANSITIONS, UpdateEvent, UpdatePhase
+from fastdeploy_rl.publish import leases
+from fastdeploy_rl.report import CommandKind, Outcome
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"(<!-- (\w+): made by tests/unit/docs_tables\.py -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+# --- the board -------------------------------------------------------------------------------------
+
+_HEADER_FIELDS = {
+    "MAGIC_OFFSET": ("u64", "the bytes `FDRLBRD1`; stored last, so that whoever reads them finds the rest"),
+    "ABI_OFFSET": ("u64", "version of this layout"),
+    "NUM_RANKS_OFFSET": ("u64", "ranks of the engine"),
+    "NONCE_OFFSET": ("u64", "random; tells an engine from its successor at the same port"),
+    "PORT_OFFSET": ("u64", "the port in the board's name"),
+    "DOORBELL_OFFSET": ("i32", "futex: rung by clients and by the watcher of the status word; rank 0 waits on it"),
+    "BELL_OFFSET": ("i32", "futex: rung after every store that somebody may wait for"),
+    "TICKET_OFFSET": ("u64", "counts requests; their order is the order of their tickets"),
+    "RUN_DIR_OFFSET": ("text", "the run directory; its owner's lock is that path with `.lock` behind"),
+}
+_AREAS = {
+    "STATUS_OFFSET": ("StatusRecord", "rank 0"),
+    "COMMAND_OFFSET": ("CommandRecord", "rank 0"),
+    "INSTALL_DECISION_OFFSET": ("u64: the decision `install`", "whoever decides first, once a command"),
+    "COMMIT_DECISION_OFFSET": ("u64: the decision `commit`", "whoever decides first, once a command"),
+    "REQUESTS_OFFSET": ("request slots, one behind the other", "a client each, and rank 0 the outcome"),
+    "RANKS_OFFSET": ("one RankRecord a rank, one behind the other", "that rank"),
+}
+_NOT_OFFSETS = {"OUTCOME_IN_SLOT"}
+
+
+def board_header() -> str:
+    rows = [(f"{getattr(layout, name):#x}", kind, what) for name, (kind, what) in _HEADER_FIELDS.items()]
+    return table(("offset", "type", "what"), rows)
+
+
+def board_areas() -> str:
+    rows = [(f"{getattr(layout, name):#x}", what, who) for name, (what, who) in _AREAS.items()]
+    return table(("offset", "what", "written by"), rows)
+
+
+def missing_offsets() -> list[str]:
+    """Offsets of the layout that no table tells of."""
+    names = {name for name in vars(layout) if name.endswith("_OFFSET")}
+    return sorted(names - set(_HEADER_FIELDS) - set(_AREAS) - _NOT_OFFSETS)
+
+
+def board_records() -> str:
+    return "\n".join(f"**{record.__name__}**\n\n{_fields(record, text)}" for record, text in layout._FORMATS.items())
+
+
+def _fields(record: type, text: str) -> str:
+    start = layout.OUTCOME_IN_SLOT if record is layout.OutcomeRecord else 8
+    names: Sequence[str] = record._fields  # type: ignore[attr-defined]
+    rows, offset = [], start
+    for name, (kind, size) in zip(names, _members(text), strict=True):
+        rows.append((f"+{offset:#x}", kind, f"`{name}`"))
+        offset += size
+    if offset - start != layout.record_bytes(record):
+        raise ValueError(f"{record.__name__}: {offset - start} bytes, not {layout.record_bytes(record)}")
+    return table(("offset", "type", "field"), rows)
+
+
+def _members(text: str) -> Iterator[tuple[str, int]]:
+    for size, letter in re.findall(r"(\d*)([sqQ])", text):
+        yield (f"text, {size} bytes", int(size)) if letter == "s" else ({"q": "i64", "Q": "u64"}[letter], 8)
+
+
+def board_numbers() -> str:
+    kinds: list[type[enum.IntEnum]] = [
+        CommandKind,
+        Outcome,
+        layout.Decision,
+        layout.SlotState,
+        layout.Ballot,
+        lifecycle.LegacyStatus,
+    ]
+    rows = [(f"`{kind.__name__}`", ", ".join(f"{value.value} {value.name}" for value in kind)) for kind in kinds]
+    return table(("what", "numbers"), rows)
+
+
+# --- the lease table -------------------------------------------------------------------------------
+
+
+def lease_table() -> str:
+    row = f"{leases._HEADER_BYTES} + {leases._ROW_BYTES} x arena"
+    rows = [
+        ("0", "u64", f"the bytes `{leases._MAGIC.to_bytes(8, 'little').decode()}`"),
+        ("8", "u64", f"version of this layout: {leases._ABI}"),
+        (leases._BELL, "i32", "futex: rung when a lease is released"),
+        (f"row = {row}", "u64", "generation: even: contents stand; odd: being written, or the trainer's own"),
+        (
+            f"row + {leases._SLOTS}",
+            f"{leases.NUM_SLOTS} x (u64, u64)",
+            "token of a holder (0: free), and when it came (ms)",
+        ),
+        (f"row + {leases._SEGMENT}", f"text, {leases._SEGMENT_BYTES} bytes", "name of the segment; empty: none"),
+        (f"row + {leases._VERSION}", f"text, {leases._VERSION_BYTES} bytes", "version that it holds, for messages"),
+    ]
+    size = f"{leases.NUM_ARENAS} rows; the whole file has {leases._TABLE_BYTES} bytes.\n"
+    return table(("offset", "type", "what"), rows) + "\n" + size
+
+
+# --- the lifecycle, in one picture -----------------------------------------------------------------
+
+
+def lifecycle_outline() -> str:
+    """The way of an update that goes well, and the ways of admission."""
+    lines = ["```", *_update_lines(), "", *_admission_lines(), "```", ""]
+    return "\n".join(lines)
+
+
+def _update_lines() -> list[str]:
+    phase, served, stalled = UpdatePhase.IDLE, ["idle"], []
+    while True:
+        (event,) = [event for event in UPDATE_TRANSITIONS[phase] if event is not UpdateEvent.UNDO]
+        phase = UPDATE_TRANSITIONS[phase][event]
+        if phase is UpdatePhase.IDLE:
+            break
+        (stalled if phase in STALLED_PHASES else served).append(phase.value)
+    undoable = [phase.value for phase, events in UPDATE_TRANSITIONS.items() if UpdateEvent.UNDO in events]
+    return [
+        "update      " + " -> ".join(served) + "              it serves",
+        "              -> " + " -> ".join(stalled[:3]),
+        "              -> " + " -> ".join(stalled[3:]) + " -> idle        nothing is decoded",
+        f"            undone from {undoable[0]} to {undoable[-1]}, on every rank: -> undoing -> idle",
+    ]
+
+
+def _admission_lines() -> list[str]:
+    states = lifecycle.ADMISSION_TRANSITIONS.items()
+    ways = [
+        f"{state.value} -> {' | '.join(after.value for after in events.values())}" for state, events in states if events
+    ]
+    return [("admission   " if index == 0 else " " * 12) + way for index, way in enumerate(ways)]
+
+
+# --- pages -----------------------------------------------------------------------------------------
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "board_header": board_header,
+    "board_areas": board_areas,
+    "board_records": board_records,
+    "board_numbers": board_numbers,
+    "lease_table": lease_table,
+    "lifecycle_outline": lifecycle_outline,
+}
+
+
+def filled(page: str) -> str:
+    """A page's text with every marked table as the code says it now."""
+    return _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], page)
+
+
+def names_in(page: str) -> set[str]:
+    """The tables that a page has."""
+    return {match[2] for match in _BLOCK.finditer(page)}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+if __name__ == "__main__":
+    for path in pages():
+        before = path.read_text()
+        after = filled(before)
+        if after != before:
+            path.write_text(after)
+            print(f"{path.relative_to(ROOT)} written", file=sys.stderr)

@@ -210,8 +210,10 @@ class CudaExporter:
         a later call closes. A second close does nothing."""
         if self._opened is None:
             return
-        errors = [error for error in map(_try, [allocation.free for allocation in self._allocations]) if error]
-        errors += [error for error in map(_try, [partial(self._withdraw, known) for known in self._exports]) if error]
+        # Exports first: tensors that were kept for them may lie in our own allocations.
+        releases: list[Callable[[], None]] = [partial(self._withdraw, known) for known in self._exports]
+        releases += [allocation.free for allocation in self._allocations]
+        errors = [error for error in map(_try, releases) if error]
         if errors:
             raise errors[0]
         self._resources.close()

@@ -29,8 +29,8 @@ from fastdeploy_rl.errors import (
     VersionRegressError,
 )
 from fastdeploy_rl.memory import shared_segment
-from fastdeploy_rl.plan.conventions import Convention, TensorRule
-from fastdeploy_rl.publish import open_channel
+from fastdeploy_rl.plan.conventions import Convention, TensorRule, hugging_face
+from fastdeploy_rl.publish import copying, open_channel
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 
@@ -503,6 +503,61 @@ def test_a_traceback_that_is_kept_does_not_hold_the_arena(channel: Path, monkeyp
     publisher.close()
     assert kept.value.__traceback__ is not None
     assert _segments(channel) == []
+
+
+def test_progress_counts_every_byte_once(publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_BATCH_BYTES", 100_000)
+    seen: list[tuple[int, int]] = []
+    state = weights(1) | {"empty": np.zeros(0, np.float32)}
+    published = publisher.publish(state, step=1, on_progress=lambda done, total: seen.append((done, total)))
+    total = published.num_bytes
+    assert seen == [(131072, total), (262144, total), (393216, total), (393216, total)]
+    assert _read(published.manifest)["t5"] == weights(1)["t5"].tobytes()
+
+
+def test_progress_that_raises_ends_the_publication_and_changes_nothing(
+    publisher: WeightPublisher, channel: Path
+) -> None:
+    publisher.publish(weights(1), step=1)
+    before = _latest(channel)
+
+    def stop(done: int, total: int) -> None:
+        raise InterruptedError(f"stopped at {done} of {total}")
+
+    with pytest.raises(InterruptedError, match="stopped at"):
+        publisher.publish(weights(2), step=2, on_progress=stop)
+    assert _latest(channel) == before
+    publisher.publish(weights(2), step=2, deadline_s=0.1)
+
+
+def test_two_names_that_become_one_are_refused_and_nothing_changes(publisher: WeightPublisher, channel: Path) -> None:
+    publisher.publish(weights(1), step=1)
+    before = _latest(channel)
+
+    def without_prefix(name: str, shape: tuple[int, ...]) -> TensorRule:
+        return TensorRule(name.removeprefix("module."))
+
+    with pytest.raises(TrainerError, match=r"'module\.w' and 'w' are both 'w' to the engine: publish one of them"):
+        publisher.publish({"module.w": np.zeros(2), "w": np.ones(2)}, step=2, convention=without_prefix)
+    assert _latest(channel) == before
+    manifest = publisher.publish({"module.w": np.zeros(2)}, step=2, convention=without_prefix).manifest
+    assert [tensor.name for tensor in manifest.tensors] == ["w"]
+
+
+def test_a_trainer_that_holds_linear_weights_the_other_way_round_says_so(publisher: WeightPublisher) -> None:
+    state = {
+        "model.layers.0.mlp.up_proj.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "model.embed_tokens.weight": np.zeros((8, 6), np.float32),
+    }
+    manifest = publisher.publish(state, step=1, layout="tp:2", convention=hugging_face).manifest
+    up, embed = manifest.tensors
+    assert (up.is_transposed, up.shard_axis, [(part.start, part.stop) for part in up.parts]) == (
+        True,
+        0,
+        [(0, 2), (2, 4)],
+    )
+    assert (embed.is_transposed, embed.shard_axis) == (False, 0)
+    assert up.checksum == checksum.of_bytes(state[up.name].tobytes()).hex()
 
 
 def test_publishing_is_timed_and_counted(publisher: WeightPublisher) -> None:

@@ -22,6 +22,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from tests.process.numpy_engine import NumpyEngine, free_port
+from tests.process.private_shm import private_shm
 
 CLI = (sys.executable, "-m", "fastdeploy_rl.cli")
 DEADLINE_S = 60.0
@@ -159,13 +160,33 @@ def dead_engine(cwd: Path) -> Iterator[int]:
         Board.create(port, num_ranks=1).close()  # reclaims what is there, and takes it away
 
 
-@pytest.mark.parametrize("verb", ["status", "update", "clear", "receipt"])
+ASKING = ["status", "update", "clear", "receipt", "history", "generate --prompt hello", "chat"]
+"""Verbs that need an engine."""
+
+
+@pytest.mark.parametrize("verb", ASKING)
 def test_an_engine_that_was_killed_is_called_dead(verb: str, tmp_path: Path) -> None:
     with dead_engine(tmp_path) as port:
-        line = refusal(*CLI, verb, "--engine", str(port), cwd=tmp_path)
+        line = refusal(*CLI, *verb.split(), "--engine", str(port), cwd=tmp_path)
         assert f"port {port}: the engine that made this board is dead" in line
         assert "fastdeploy-rl serve" in line
         assert (Path("/dev/shm") / board_name(port)).exists()  # not ours to remove
+
+
+@pytest.mark.parametrize("verb", ["history", "generate --prompt hello", "chat"])
+def test_no_engine_is_said_with_the_way_to_start_one(verb: str, tmp_path: Path) -> None:
+    for address in (str(free_port()), "http://127.0.0.1:1"):
+        line = refusal(*CLI, *verb.split(), "--engine", address, cwd=tmp_path)
+        assert f"no engine at {'port ' if address.isdigit() else ''}{address}" in line
+        assert "fastdeploy-rl serve" in line
+
+
+def test_a_history_file_that_is_not_there_or_no_file_is_named(tmp_path: Path) -> None:
+    assert f"no history file {tmp_path / 'none'}" in refusal(
+        *CLI, "history", "--file", str(tmp_path / "none"), cwd=tmp_path
+    )
+    os.mkfifo(tmp_path / "pipe")
+    assert str(tmp_path / "pipe") in refusal(*CLI, "history", "--file", str(tmp_path / "pipe"), cwd=tmp_path)
 
 
 MODEL = NumpyModel((ParameterSpec("embed", "F32", (12, 5), 0), ParameterSpec("norm", "F32", (5,), None)))
@@ -181,6 +202,14 @@ def engine(channel: Path) -> Iterator[NumpyEngine]:
     with NumpyEngine(MODEL, channel=channel, num_ranks=2) as engine:
         yield engine
         assert engine.holds(random_weights(MODEL, 0))
+
+
+def test_a_second_engine_on_the_port_of_one_that_serves_is_refused(engine: NumpyEngine, serve: Serve) -> None:
+    line = serve.refusal("--engine-worker-queue-port", str(engine.port))
+    assert f"port {engine.port} belongs to a live engine (pid {os.getpid()}" in line
+    assert None not in engine.tokens()  # both ranks go on
+    status = [*CLI, "status", "--engine", str(engine.port), "--json"]
+    assert json.loads(subprocess.run(status, capture_output=True, check=True, timeout=DEADLINE_S).stdout)["is_serving"]
 
 
 def test_an_update_before_any_trainer_came_names_the_channel(
@@ -239,12 +268,9 @@ ROOM_BYTES = 64 << 10
 @pytest.fixture
 def small_shm() -> list[str]:
     """A prefix that gives a command a /dev/shm of its own with ROOM_BYTES."""
-    prefix = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]
-    prefix += ["sh", "-c", f'mount -t tmpfs -o size={ROOM_BYTES} none /dev/shm && exec "$@"', "sh"]
-    try:
-        subprocess.run([*prefix, "true"], check=True, capture_output=True, timeout=DEADLINE_S)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine lets nobody mount a /dev/shm of their own: {error}")
+    prefix = private_shm(ROOM_BYTES)
+    if prefix is None:
+        pytest.skip("this machine lets nobody mount a /dev/shm of their own")
     return prefix
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_rl.cli import main
+from fastdeploy_rl.cli import dispatch, main
 from fastdeploy_rl.cli.dispatch import make_parser
 from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
 
-VERBS = ("serve", "publish", "retire", "update", "clear", "status", "receipt", "generate", "chat")
+VERBS = [verb.__name__.rpartition(".")[2] for verb in dispatch.VERBS]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -65,8 +65,14 @@ class Remains(Protocol):
 
 def find_remains(channel: Channel) -> list[Remains]:
     """Of every engine of this user on this machine, and of the publisher and the holders of one channel."""
-    engines = [engine for port in known_ports() if not (engine := DeadEngine(port)).is_alive and engine.has_lock]
-    return [*engines, *dead_publishers(channel), *dead_holders(channel)]
+    remains: list[Remains] = []
+    for port in known_ports():
+        engine = DeadEngine(port)
+        if not engine.is_alive and engine.has_lock:
+            remains.append(engine)
+    if channel.path.is_dir():
+        remains += [*dead_publishers(channel), *dead_holders(channel)]
+    return remains
 
 
 def remove_unused(dead: Remains) -> list[Item]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from bench_row import Row, at_most, seconds_of
 
@@ -21,6 +22,7 @@ from fastdeploy_rl import config
 from fastdeploy_rl._native import CollectiveGroup, Mapping, Place, Region, transfer
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import LegacySignal
+from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
@@ -66,7 +68,7 @@ def numpy_engine(channel: Path, apply_mode: str) -> Iterator[int]:
         "num_ranks": 1,
         "channel": str(channel),
         "collectives": name,
-        "specs": [[name, "BF16", list(shape), None, None] for name, shape in shapes().items()],
+        "specs": msgspec.to_builtins([ParameterSpec(name, "BF16", shape, None) for name, shape in shapes().items()]),
         "seed": -1,
         "apply_mode": apply_mode,
         "update_s": 30.0,

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.coverage import Coverage
+from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 
@@ -24,6 +25,24 @@ def free_port() -> int:
     """A queue port number that no other engine of this test run
     uses (nothing listens there: it only names segments)."""
     return 20000 + secrets.randbelow(40000)
+
+
+def held_bytes(spec: ParameterSpec, weights: dict[str, np.ndarray], rank: int, num_ranks: int) -> bytes:
+    """A rank's share of a parameter: split, then fused; turned and padded as its spec says. Written down a second time
+    here, so that the engine's own arithmetic is not what it is judged by."""
+    pieces = []
+    for name in [part.name for part in spec.fused] or [spec.name]:
+        value = weights[name]
+        if spec.vocab_rows is not None:
+            rows = spec.shape[-1 if spec.is_transposed else 0]
+            value = np.pad(value, [(0, rows - len(value))] + [(0, 0)] * (value.ndim - 1))
+        if spec.is_transposed:
+            value = np.swapaxes(value, -2, -1)
+        if spec.shard_axis is not None:
+            share = value.shape[spec.shard_axis] // num_ranks
+            value = value.take(range(rank * share, (rank + 1) * share), spec.shard_axis)
+        pieces.append(value)
+    return (np.concatenate(pieces, spec.fused_axis) if spec.fused else pieces[0]).tobytes()
 
 
 class NumpyEngine:
@@ -48,7 +67,7 @@ class NumpyEngine:
             "num_ranks": num_ranks,
             "channel": str(channel),
             "collectives": f"fastdeploy_rl_test.{self.port}",
-            "specs": [[s.name, s.dtype, list(s.shape), s.shard_axis, s.tied_to] for s in model.specs],
+            "specs": msgspec.to_builtins(model.specs),
             "seed": seed,
             "apply_mode": apply_mode,
             "update_s": update_s,
@@ -71,12 +90,15 @@ class NumpyEngine:
         return self
 
     def _spawn(self, rank: int) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker", json.dumps(self._config | {"rank": rank})],
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        worker.stdin.write(json.dumps(self._config | {"rank": rank}) + "\n")
+        worker.stdin.flush()
+        return worker
 
     def read(self, rank: int) -> Any:
         line = self.workers[rank].stdout.readline()
@@ -96,13 +118,9 @@ class NumpyEngine:
         return {name: bytes.fromhex(text) for name, text in self.ask(rank, "dump").items()}
 
     def expected(self, weights: dict[str, np.ndarray], rank: int) -> dict[str, bytes]:
-        """What `dump` must give when the full tensors `weights` are live."""
+        """What `dump` must give when the full logical tensors `weights` are live."""
         return {
-            spec.name: (
-                weights[spec.name]
-                if spec.shard_axis is None
-                else np.split(weights[spec.name], self.num_ranks, axis=spec.shard_axis)[rank]
-            ).tobytes()
+            spec.name: held_bytes(spec, weights, rank, self.num_ranks)
             for spec in self.model.specs
             if spec.coverage is Coverage.UPDATED
         }

@@ -7,14 +7,18 @@ update rebinds it."""
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastdeploy_rl._native import Mapping as MemoryMapping
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.dtypes import itemsize, numpy_dtype
 from fastdeploy_rl.errors import NotServingError
 from fastdeploy_rl.memory.tensor_view import TensorView
+
+Array = NDArray[Any]
 
 _ALIGNMENT = 64
 
@@ -43,7 +47,7 @@ class NumpyRunner:
         `random_weights` gives for `seed`, in memory of its own."""
         tensors = random_weights(self._model, seed)
         views: dict[str, TensorView] = {}
-        slices = {spec.name: self._slice(spec, tensors[spec.name]) for spec in self._updated()}
+        slices = {spec.name: local_values(spec, tensors, self.rank, self.num_ranks) for spec in self._updated()}
         memory = MemoryMapping.private(max(_packed_bytes(slices), _ALIGNMENT))
         offset = 0
         for spec in self._updated():
@@ -56,11 +60,6 @@ class NumpyRunner:
 
     def _updated(self) -> list[ParameterSpec]:
         return [spec for spec in self._model.specs if spec.coverage is Coverage.UPDATED]
-
-    def _slice(self, spec: ParameterSpec, tensor: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        if spec.shard_axis is None:
-            return tensor
-        return np.split(tensor, self.num_ranks, axis=spec.shard_axis)[self.rank]
 
     def token(self) -> int:
         """The toy forward pass: one number out of every byte that is bound."""
@@ -109,21 +108,38 @@ class NumpyRunner:
         self.version = version
 
 
-def random_weights(model: NumpyModel, seed: int) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
-    """Full tensors of one version: every byte random, in the
-    model's dtypes (BF16 as uint16). Tied names are left out."""
+def random_weights(model: NumpyModel, seed: int) -> dict[str, Array]:
+    """One version of the model's logical tensors: every byte random, in the model's dtypes (BF16 as uint16), without
+    the padding of a vocabulary. Tied names are left out."""
     generator = np.random.default_rng(seed)
     weights = {}
     for spec in model.specs:
         if spec.coverage is Coverage.UPDATED:
-            num_bytes = int(np.prod(spec.shape, dtype=np.int64)) * itemsize(spec.dtype)
-            weights[spec.name] = _of_dtype(generator.bytes(num_bytes), spec)
+            for name, shape in spec.logical:
+                used = shape if spec.vocab_rows is None else (spec.vocab_rows, *shape[1:])
+                weights[name] = _random_array(generator, spec.dtype, used)
     return weights
 
 
-def _of_dtype(data: bytes, spec: ParameterSpec) -> np.ndarray:  # type: ignore[type-arg]
-    return np.frombuffer(data, numpy_dtype(spec.dtype)).reshape(spec.shape).copy()
+def local_values(spec: ParameterSpec, weights: Mapping[str, Array], rank: int, num_ranks: int) -> Array:
+    """What a rank's parameter holds when the logical tensors `weights` are live."""
+    parts = []
+    for name, shape in spec.logical:
+        part = weights[name]
+        if spec.vocab_rows is not None:
+            part = np.concatenate([part, np.zeros((shape[0] - spec.vocab_rows, *shape[1:]), part.dtype)])
+        if spec.is_transposed:
+            part = part.swapaxes(-1, -2)
+        parts.append(part if spec.shard_axis is None else np.split(part, num_ranks, axis=spec.shard_axis)[rank])
+    return np.concatenate(parts, axis=spec.fused_axis) if spec.fused else parts[0]
 
 
-def _packed_bytes(arrays: Mapping[str, np.ndarray]) -> int:  # type: ignore[type-arg]
+def _random_array(generator: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> Array:
+    data = generator.bytes(int(np.prod(shape, dtype=np.int64)) * itemsize(dtype))
+    if dtype == "BOOL":
+        data = bytes(byte & 1 for byte in data)
+    return np.frombuffer(data, numpy_dtype(dtype)).reshape(shape).copy()
+
+
+def _packed_bytes(arrays: Mapping[str, Array]) -> int:
     return sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values())

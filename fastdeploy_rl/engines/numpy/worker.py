@@ -3,8 +3,9 @@
     python -m fastdeploy_rl.engines.numpy.worker '{"port": 8190, "rank": 0, ...}'
 
 Rank 0 leads: it tells each command's number to the others through the tensor-parallel collectives, as an engine does
-with its steps. Commands for tests come as JSON lines on standard input, answers go to standard output; end of input is
-the order to stop."""
+with its steps. The settings may also come as the first line of standard input: an argument has at most 128 KiB, which
+thousands of specs exceed. Commands for tests come as JSON lines on standard input, answers go to standard output; end
+of input is the order to stop."""
 
 import json
 import os
@@ -20,7 +21,7 @@ import msgspec
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
@@ -33,28 +34,19 @@ _IDLE_S = 0.2
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`specs`: (name, dtype, shape, shard_axis, tied_to). `seed` < 0: start without weights."""
+    """`seed` < 0: start without weights."""
 
     port: int
     rank: int
     num_ranks: int
     channel: str
     collectives: str
-    specs: list[tuple[str, str, list[int], int | None, str | None]]
+    specs: tuple[ParameterSpec, ...]
     seed: int = 0
     apply_mode: str = "auto"
     load_strategy: str = "ipc"
     update_s: float = 5.0
     num_copy_threads: int = 1
-
-
-def model_of(config: WorkerConfig) -> NumpyModel:
-    return NumpyModel(
-        tuple(
-            ParameterSpec(name, dtype, tuple(shape), axis, Coverage.TIED if tied_to else Coverage.UPDATED, tied_to)
-            for name, dtype, shape, axis, tied_to in config.specs
-        )
-    )
 
 
 class Worker:
@@ -64,7 +56,7 @@ class Worker:
         self._group = ShmCollectives(
             config.collectives, config.rank, config.num_ranks, create=False, slot_bytes=1 << 16, timeout_s=60.0
         )
-        self.runner = NumpyRunner(model_of(config), config.rank, config.num_ranks)
+        self.runner = NumpyRunner(NumpyModel(config.specs), config.rank, config.num_ranks)
         self._manager = DynamicWeightManager(
             runner=self.runner,
             board=self._board,
@@ -149,7 +141,8 @@ def _refuse_to_bind(views: Mapping[str, TensorView]) -> None:
 
 
 def main() -> int:
-    worker = Worker(msgspec.json.decode(sys.argv[1], type=WorkerConfig))
+    text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline()
+    worker = Worker(msgspec.json.decode(text, type=WorkerConfig))
     try:
         worker.start()
         print(json.dumps("ready"), flush=True)

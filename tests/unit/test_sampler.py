@@ -124,3 +124,24 @@ def test_same_seed_and_position_give_the_same_token() -> None:
     options = SamplingOptions(top_p=0.9)
     assert draw(options, 50) == draw(options, 50)
     assert draw(options, 50) != draw(options, 50, seed=8)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("count", [1, 20, 4999, 5000])
+def test_the_most_likely_are_those_of_a_full_sort(scale: float, count: int) -> None:
+    logits = np.random.default_rng(2).normal(size=5000).astype(np.float32) * np.float32(scale)
+    top = sample(logits, SamplingOptions(temperature=0.0), seed=0, num_logprobs=count).top_logprobs
+    assert [token_id for token_id, _ in top] == np.argsort(-logits, kind="stable")[:count].tolist()
+
+
+@pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(top_k=3), SamplingOptions(top_p=0.5)])
+def test_logits_that_are_no_numbers_still_give_a_token(options: SamplingOptions) -> None:
+    for logits in (np.full(8, np.nan, np.float32), np.array([1, np.inf, 2, np.nan], np.float32)):
+        token_id, logprob, top = sample(logits, options, seed=1, num_logprobs=2)
+        assert 0 <= token_id < len(logits)
+        assert math.isnan(logprob)
+        assert len(top) == 2
+
+
+def test_a_temperature_near_zero_is_greedy() -> None:
+    assert set(draw(SamplingOptions(temperature=1e-300), 20)) == {1}

@@ -14,11 +14,15 @@ import numpy.typing as npt
 from fastdeploy_rl.control.generation import SamplingOptions
 
 Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.intp]
 
-_NUCLEUS_STEPS = (64, 1024)
-"""Sorting a whole vocabulary costs milliseconds; the few tokens that make up `top_p` are nearly always among these."""
+_NUCLEUS_FLOORS = (1e-2, 1e-4, 1e-6, 0.0)
+_TOP_DEPTHS = (np.float32(4), np.float32(8), np.float32(16))
+_SORTED_AT_ONCE = 4096
+"""Sorting, or halving, a whole vocabulary costs milliseconds. The few tokens that matter are found by comparing all to
+a floor under the likeliest one, a lower one where they were not all above it."""
+_COLDEST = 1e-6
+"""A temperature below this is this: as good as greedy, and float32 can still divide by it."""
 
 
 class SampledToken(NamedTuple):
@@ -86,49 +90,59 @@ def _adjust(logits: Floats, options: SamplingOptions, prompt: Sequence[int], gen
 
 def _draw(logits: Floats, options: SamplingOptions, uniform: float) -> int:
     """`min_p`, then `top_k`, then `top_p`, each of what the ones before left."""
-    peak = float(logits.max())
+    peak = logits.max()
+    if not np.isfinite(peak):  # weights that have diverged: no choice means anything, but the engine must live on
+        return int(np.argmax(logits))
     if 0 < options.top_k < len(logits):
         token_ids = _most_likely(logits, options.top_k)
         weights = _weights(logits[token_ids], peak, options)
-        token_ids, weights = _keep(token_ids, weights, options.top_p * weights.sum())
+        token_ids, weights = _keep(token_ids, weights, options.top_p * weights.sum(dtype=np.float64))
     elif options.top_p < 1:
         token_ids, weights = _nucleus(logits, peak, options)
     else:
         token_ids, weights = np.arange(len(logits)), _weights(logits, peak, options)
-    cumulative = np.cumsum(weights)
+    cumulative = np.cumsum(weights, dtype=np.float64)
     chosen = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
     return int(token_ids[min(int(chosen), len(token_ids) - 1)])
 
 
-def _weights(logits: Floats, peak: float, options: SamplingOptions) -> Doubles:
+def _weights(logits: Floats, peak: np.float32, options: SamplingOptions) -> Floats:
     """Proportional to the probabilities at this temperature; 1 at `peak`, 0 where `min_p` cuts."""
-    weights: Doubles = np.exp((logits.astype(np.float64) - peak) / options.temperature)
+    with np.errstate(over="ignore", under="ignore"):  # far below the peak, or at a temperature near 0
+        weights: Floats = np.exp((logits - peak) / np.float32(max(options.temperature, _COLDEST)))
     if options.min_p:
         weights[weights < options.min_p] = 0.0
     return weights
 
 
-def _nucleus(logits: Floats, peak: float, options: SamplingOptions) -> tuple[TokenIds, Doubles]:
+def _nucleus(logits: Floats, peak: np.float32, options: SamplingOptions) -> tuple[TokenIds, Floats]:
     """The fewest most likely tokens that hold `top_p` of the whole."""
     weights = _weights(logits, peak, options)
-    wanted = options.top_p * weights.sum()
-    for count in (*(count for count in _NUCLEUS_STEPS if count < len(logits)), len(logits)):
-        token_ids = _most_likely(logits, count)
-        if weights[token_ids].sum() >= wanted:
+    wanted = options.top_p * float(weights.sum(dtype=np.float64))
+    for least in _NUCLEUS_FLOORS:
+        token_ids = np.flatnonzero(weights >= least)
+        if weights[token_ids].sum(dtype=np.float64) >= wanted:
             break
+    token_ids = token_ids[np.argsort(-logits[token_ids], kind="stable")]
     return _keep(token_ids, weights[token_ids], wanted)
 
 
-def _keep(token_ids: TokenIds, weights: Doubles, wanted: float) -> tuple[TokenIds, Doubles]:
+def _keep(token_ids: TokenIds, weights: Floats, wanted: float) -> tuple[TokenIds, Floats]:
     """The first tokens, up to the one with which they weigh as much as `wanted`."""
-    kept = int(np.searchsorted(np.cumsum(weights), wanted)) + 1
+    kept = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), wanted)) + 1
     return token_ids[:kept], weights[:kept]
 
 
 def _most_likely(logits: Floats, count: int) -> TokenIds:
     """Token ids by falling logit, the first `count` of them."""
-    if count >= len(logits):
-        return np.argsort(-logits, kind="stable")
-    least = np.partition(logits, -count)[-count]
-    candidates = np.flatnonzero(logits >= least)
-    return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
+    peak = logits.max()
+    for depth in _TOP_DEPTHS:
+        token_ids = np.flatnonzero(logits >= peak - depth)
+        if len(token_ids) >= count:
+            break
+    else:
+        token_ids = np.arange(len(logits))
+    if len(token_ids) > max(_SORTED_AT_ONCE, count):
+        values = logits[token_ids]
+        token_ids = token_ids[values >= np.partition(values, -count)[-count]]
+    return token_ids[np.argsort(-logits[token_ids], kind="stable")][:count]

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from fastdeploy_rl.memory.owner_lock import OwnerLock
+from fastdeploy_rl.observe.doctor import leftovers
 from fastdeploy_rl.observe.doctor.examination import examine
-from fastdeploy_rl.observe.doctor.leftovers import dead_holders, dead_publishers, find_unclaimed, remove_unused
+from fastdeploy_rl.observe.doctor.leftovers import (
+    dead_holders,
+    dead_publishers,
+    find_remains,
+    find_unclaimed,
+    remove_unused,
+)
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import retire
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
@@ -141,7 +148,7 @@ def test_a_dead_publishers_version_stays_while_an_engine_leases_it(tmp_path: Pat
     assert dead.in_use_by == ""
     removed = {item.path.name for item in remove_unused(dead)}
     assert {"LATEST", "LOCK"} < removed
-    assert find_unclaimed(channel) == [item for item in find_unclaimed(channel) if channel.key not in item.path.name]
+    assert [item for item in find_unclaimed(channel) if channel.key in item.path.name] == []
     assert dead_publishers(channel) == []
 
 
@@ -220,6 +227,27 @@ def test_a_broken_publication_fails_and_the_rest_is_examined_all_the_same(tmp_pa
     assert "fastdeploy-rl retire" in publication.mend
     assert (channel.path / "LATEST").read_text() == "{"
     assert [section.title for section in examination.sections][-1] == "leftovers"
+
+
+def test_nothing_of_a_framework_is_imported(tmp_path: Path) -> None:
+    """So it works, at once, where neither is installed."""
+    probe = (
+        "import sys; from fastdeploy_rl.cli import main\n"
+        f"main(['doctor', '--ipc-dir', {str(tmp_path / 'channel')!r}, '--json'])\n"
+        "heavy = [name for name in ('paddle', 'torch', 'transformers', 'fastapi') if name in sys.modules]\n"
+        "print(heavy, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, timeout=DEADLINE_S, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_run_directory_without_its_engine_is_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "engine_dir", lambda port: tmp_path / "engines" / str(port))
+    (tmp_path / "engines" / "7").mkdir(parents=True)
+    (tmp_path / "engines" / "7" / "report.1.json").write_text("{}")
+    (dead,) = [dead for dead in find_remains(Channel(tmp_path / "channel")) if "port 7 " in dead.who]
+    assert [(item.path.name, item.num_bytes) for item in remove_unused(dead)] == [("7", 2)]
+    assert list((tmp_path / "engines").iterdir()) == []
 
 
 # --- GPUs ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Owns the questions; the answers come from the classes that trainer and engine us
 from pathlib import Path
 
 from fastdeploy_rl.board.board import Board, board_name
+from fastdeploy_rl.control.http_address import find_http_address
 from fastdeploy_rl.errors import ConfigurationError, EngineNotFoundError, FastDeployRLError, ManifestError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
@@ -153,9 +154,17 @@ def _judge_status(name: str, who: str, board: Board) -> Check:
     except FastDeployRLError as error:
         return fail(name, f"alive, {who}, but its board cannot be read: {error}", "end it and start it again")
     found = f"alive, {who}, {len(status.ranks)} ranks, {status.admission}, version {status.version or 'none'}"
+    found += _http_text(board.port)
     if status.admission == "fenced":
         return fail(name, f"{found}: {status.reason}", f"fastdeploy-rl update --engine {board.port}")
     return ok(name, found)
+
+
+def _http_text(port: int) -> str:
+    try:
+        return f", {find_http_address(port)}"
+    except EngineNotFoundError:
+        return ""  # it listens for none, as the numpy engine
 
 
 # --- leftovers -------------------------------------------------------------------------------------------------------

@@ -115,8 +115,9 @@ class DeadEngine:
 
     @property
     def has_lock(self) -> bool:
-        """False: nothing tells whether the owner lives."""
-        return board_run_dir(self.port) is not None or any(lock.exists() for lock in self.locks)
+        """False: nothing tells whether the owner lives. An engine takes its lock before it makes anything, so that a
+        board or a run directory without one is that of a dead one."""
+        return board_run_dir(self.port) is not None or any(path.exists() for path in (*self.locks, *self._run_dirs))
 
     @property
     def who(self) -> str:

@@ -107,7 +107,7 @@ def _described(tensor: ContributedTensor) -> str:
 
 def _join(tensor: ContributedTensor, shares: list[_Share]) -> Tensor:
     kept: dict[tuple[int, int], _Share] = {}
-    for share in sorted(shares):
+    for share in sorted(shares, key=lambda share: share.publisher):
         first = kept.setdefault((share.start, share.stop), share)
         if first.checksum != share.checksum:
             where = "" if tensor.shard_axis is None else f" [{share.start}, {share.stop}) of axis {tensor.shard_axis}"

@@ -176,6 +176,8 @@ def _decode(data: bytes, kind: type[_BodyT]) -> _BodyT:
         raise _not_valid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("`stream_options` is for `stream` = true", param="stream_options")
     _check_stop(body.stop_strings)
     _check_bias(body.logit_bias or {})
     return body

@@ -249,6 +249,7 @@ def test_a_model_has_its_own_defaults_where_a_request_is_silent() -> None:
         ({"prompt": "x" * 60}, "prompt", "60 tokens and 16 more"),
         ({"stop": ["a"] * 5}, "stop", "`stop`"),
         ({"stop": ""}, "stop", "`stop`"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "`stream`"),
         ({"echo": True}, "echo", "True"),
         ({"suffix": "."}, "suffix", "'.'"),
         ({"unheard_of": 1}, "unheard_of", "not supported"),

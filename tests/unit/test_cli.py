@@ -62,6 +62,12 @@ def test_help_imports_neither_engine_nor_server() -> None:
         (["publish", "/no/such/model", "--step", "1"], "no such model directory: /no/such/model"),
         (["status", "--engine", "1"], "no engine at port 1"),
         (["status", "--engine", "http://127.0.0.1:1"], "no engine at http://127.0.0.1:1"),
+        (["generate", "--engine", "1", "--prompt", "x"], "no engine at port 1"),
+        (
+            ["generate", "--engine", "http://127.0.0.1:1", "--prompt", "x", "--stream"],
+            "no engine at http://127.0.0.1:1",
+        ),
+        (["chat", "--engine", "http://127.0.0.1:1"], "no engine at http://127.0.0.1:1"),
         (["retire", "--ipc-dir", "/no/such/channel"], "no channel at /no/such/channel"),
     ],
 )
@@ -95,6 +101,10 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
         ["update", "--deadline", "0"],
         ["update", "--deadline", "nan"],
         ["status", "--engine", "host:80"],
+        ["generate"],
+        ["generate", "--prompt", "x", "--temperature", "nan"],
+        ["generate", "--prompt", "\udcff"],
+        ["chat", "--max-tokens", "0"],
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

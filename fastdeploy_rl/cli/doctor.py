@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(examination: "Examination") -> None:
-    from fastdeploy_rl.observe.doctor.check import size_text
+    from fastdeploy_rl.observe.sizes import size_text
 
     for removed in examination.removed:
         print(f"removed {removed.path} ({size_text(removed.num_bytes)})")

@@ -15,13 +15,13 @@ from fastdeploy_rl.cli.options import (
     add_channel,
     add_json,
     add_verb,
-    megabytes,
     port,
     positive,
     print_fields,
     print_line,
 )
 from fastdeploy_rl.config import APPLY_MODES, AUTO
+from fastdeploy_rl.observe.sizes import size_text
 
 if TYPE_CHECKING:
     from fastdeploy_rl.board.board import Leftovers
@@ -38,7 +38,11 @@ _EXAMPLES = """\
 def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "serve", "run the embedded engine and take over what trainers publish", _EXAMPLES)
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of a Llama, Qwen2 or Qwen3 model"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory of a Llama, Qwen2 or Qwen3 model",
     )
     parser.add_argument(
         "--tensor-parallel-size", type=positive, default=1, metavar="N", help="worker processes (default 1)"
@@ -191,9 +195,9 @@ def summary_lines(summary: StartSummary) -> dict[str, object]:
         "http": summary.url,
         "engine_worker_queue_port": summary.port,
         "requests": f"{summary.max_num_seqs} at once, {summary.max_model_len} tokens each",
-        "memory_a_rank": f"{megabytes(summary.weight_bytes)} of weights, up to {megabytes(summary.kv_cache_bytes)} of "
+        "memory_a_rank": f"{size_text(summary.weight_bytes)} of weights, up to {size_text(summary.kv_cache_bytes)} of "
         "KV cache",
-        "/dev/shm": f"{megabytes(summary.shm_free_bytes)} free",
+        "/dev/shm": f"{size_text(summary.shm_free_bytes)} free",
         "logs": f"{summary.log_dir}/serverlog, workerlog.RANK",
         "reclaimed": summary.reclaimed,
     }
@@ -227,7 +231,7 @@ class _TextAnnouncer:
         print("starting", flush=True)
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
-        weights = " + ".join(megabytes(rank.weight_bytes) for rank in ranks)
+        weights = " + ".join(size_text(rank.weight_bytes) for rank in ranks)
         print(f"ready in {seconds:.1f} s: weights {weights}", flush=True)
 
 

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_rl.memory.cuda_devices import CudaDevice
 from fastdeploy_rl.observe.doctor import gpu, machine
 from fastdeploy_rl.observe.doctor.channel import judge_directory, judge_unclaimed
-from fastdeploy_rl.observe.doctor.check import Check, Section, Status, fail, ok, size_text, warn, worst
+from fastdeploy_rl.observe.doctor.check import Check, Section, Status, fail, ok, warn, worst
 from fastdeploy_rl.observe.doctor.examination import examine
 from fastdeploy_rl.observe.doctor.kernel import (
     Kernel,
@@ -20,6 +20,7 @@ from fastdeploy_rl.observe.doctor.kernel import (
     parse_namespace,
 )
 from fastdeploy_rl.observe.doctor.leftovers import Item
+from fastdeploy_rl.observe.sizes import size_text
 from fastdeploy_rl.publish.channel import Channel
 
 SHM_LINE = "25 24 0:23 / /dev/shm rw,nosuid,relatime - tmpfs shm rw,size=65536k,huge=advise"
@@ -280,12 +281,18 @@ def test_a_channel_that_is_open_to_others_or_a_file_is_a_failure_with_its_mend(t
 
 
 def test_what_no_lock_speaks_for_is_only_a_problem_where_nobody_has_it_mapped() -> None:
-    used, nobodys = (Item(Path(f"/dev/shm/fastdeploy_rl.0.abc.{number}"), 4096) for number in (1, 2))
+    names = (
+        "fastdeploy_rl.0.abc.1.0.0.x",
+        "fastdeploy_rl.0.def.1.0.0.y",
+        "fastdeploy_rl.0.def.1.0.1.z",
+        "fastdeploy_rl_a.7",
+    )
+    used, *unused = (Item(Path("/dev/shm") / name, 4096) for name in names)
     assert judge_unclaimed([], {}) == []
-    first, second = judge_unclaimed([used, nobodys], {used.path: [12], nobodys.path: []})
+    first, second = judge_unclaimed([used, *unused], {used.path: [12]} | {item.path: [] for item in unused})
     assert (first.status, second.status) == (Status.OK, Status.WARN)
     assert "pid 12" in first.found
-    assert "rm /dev/shm/fastdeploy_rl.0.abc.2" in second.mend
+    assert second.mend.endswith("rm /dev/shm/fastdeploy_rl.0.def.* /dev/shm/fastdeploy_rl_a.7")
 
 
 def test_the_worst_check_counts() -> None:

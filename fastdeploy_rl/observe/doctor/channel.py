@@ -12,7 +12,7 @@ from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SHM_DIR
-from fastdeploy_rl.observe.doctor.check import Check, fail, ok, size_text, warn
+from fastdeploy_rl.observe.doctor.check import Check, fail, ok, warn
 from fastdeploy_rl.observe.doctor.leftovers import (
     DeadEngine,
     Item,
@@ -26,7 +26,12 @@ from fastdeploy_rl.observe.doctor.leftovers import (
     segments_in_tables,
     users_of,
 )
+from fastdeploy_rl.observe.sizes import size_text
 from fastdeploy_rl.publish.channel import Channel, Latest
+
+_LISTED = 6
+"""Names in one line."""
+
 
 # --- the channel -----------------------------------------------------------------------------------------------------
 
@@ -193,12 +198,19 @@ def judge_unclaimed(items: list[Item], users: dict[Path, list[int]]) -> list[Che
         pids = sorted({pid for item in used for pid in users[item.path]})
         checks.append(ok("of others", f"{items_text(used)}; used by pid {', '.join(map(str, pids[:8]))}"))
     if unused:
-        paths = " ".join(str(item.path) for item in unused[:8])
-        mend = f"name their channel: fastdeploy-rl doctor --clean --ipc-dir DIR; if it is gone: rm {paths}"
+        patterns = list(dict.fromkeys(_pattern(item.path) for item in unused))
+        listed = " ".join(patterns[:_LISTED]) + (" ..." if len(patterns) > _LISTED else "")
+        mend = f"name their channel: fastdeploy-rl doctor --clean --ipc-dir DIR; if it is gone: rm {listed}"
         checks.append(warn("of nobody known", f"{items_text(unused)}: no lock tells whose", mend))
     return checks
 
 
+def _pattern(path: Path) -> str:
+    """All segments of the channel that this one belongs to."""
+    prefix, user, key, *rest = [*path.name.split("."), "", ""]
+    return f"{path.parent}/{prefix}.{user}.{key}.*" if prefix == "fastdeploy_rl" and len(rest) > 2 else str(path)
+
+
 def items_text(items: list[Item]) -> str:
-    names = ", ".join(item.path.name for item in items[:6]) + (", ..." if len(items) > 6 else "")
+    names = ", ".join(item.path.name for item in items[:_LISTED]) + (", ..." if len(items) > _LISTED else "")
     return f"{names} ({len(items)} in all, {size_text(sum(item.num_bytes for item in items))})"

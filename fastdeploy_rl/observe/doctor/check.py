@@ -1,4 +1,4 @@
-"""One finding of the doctor, as data. Owns the three statuses and the way sizes read; knows nothing of what is checked.
+"""One finding of the doctor, as data. Owns the three statuses; knows nothing of what is checked.
 
 Every `warn` and `fail` carries its mend: what to type, or which option to set.
 """
@@ -49,11 +49,3 @@ def worst(sections: list[Section]) -> Status:
     """FAIL over WARN over OK."""
     found = {check.status for section in sections for check in section.checks}
     return next(status for status in (Status.FAIL, Status.WARN, Status.OK) if status in found or status is Status.OK)
-
-
-def size_text(num_bytes: int) -> str:
-    """As people read it: `31.3 GB`, `67.1 MB`, `4.1 KB`, `64 bytes`."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes} bytes"

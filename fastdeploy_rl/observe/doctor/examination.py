@@ -11,8 +11,9 @@ import msgspec
 from fastdeploy_rl.config import default_channel
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.observe.doctor import machine
-from fastdeploy_rl.observe.doctor.check import Check, Section, Status, fail, ok, size_text, worst
+from fastdeploy_rl.observe.doctor.check import Check, Section, Status, fail, ok, worst
 from fastdeploy_rl.observe.doctor.kernel import Kernel
+from fastdeploy_rl.observe.sizes import size_text
 
 
 class Removed(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from fastdeploy_rl.observe.doctor.check import Check, fail, ok, size_text, warn
+from fastdeploy_rl.observe.doctor.check import Check, fail, ok, warn
 from fastdeploy_rl.observe.doctor.kernel import (
     INITIAL_NAMESPACES,
     Kernel,
@@ -19,6 +19,7 @@ from fastdeploy_rl.observe.doctor.kernel import (
     Mount,
     has_capability,
 )
+from fastdeploy_rl.observe.sizes import size_text
 
 SHM = "/dev/shm"
 LITTLE_SHM_BYTES = 1 << 30

@@ -16,7 +16,6 @@ from fastdeploy_rl.cli.options import (
     print_json,
 )
 from fastdeploy_rl.cli.progress import SlowProgress
-from fastdeploy_rl.coverage import Coverage
 
 if TYPE_CHECKING:
     from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
@@ -87,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _turned(checkpoint: "Checkpoint") -> dict[str, Any]:
     """Every tensor as the engine has it, float32: an update can use them in place."""
+    from fastdeploy_rl.coverage import Coverage
+
     total = sum(4 * prod(spec.shape) for spec in checkpoint.specs if spec.coverage is Coverage.UPDATED)
     tensors: dict[str, Any] = {}
     done = 0

@@ -147,6 +147,41 @@ def test_a_worker_that_cannot_start_gives_its_reason_and_exit_code(settings: dic
         assert_gone(engine, [])
 
 
+SERVE_FAKES = """
+import functools, sys
+from fastdeploy_rl.cli import main
+from fastdeploy_rl.engines.embedded import supervisor
+supervisor.ServeConfig = functools.partial(supervisor.ServeConfig, worker_module="fake_worker")
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [("fail", 2, "rank 1: model.safetensors: truncated"), ("die", 1, "ended with exit code 7: about to die; see ")],
+)
+def test_the_command_line_tells_why_a_worker_failed_on_one_line(
+    settings: dict[str, Any], tmp_path: Path, fault: str, code: int, reason: str
+) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", SERVE_FAKES, "serve", "--model", settings["model_dir"], "--json"),
+            *("--tensor-parallel-size", "2", "--ipc-dir", settings["channel"], "--log-dir", settings["log_dir"]),
+            *("--port", str(settings["port"]), "--engine-worker-queue-port", str(settings["board_port"])),
+        ],
+        env=dict(os.environ) | {"FAKE_WORKER": fault, "PYTHONPATH": str(HERE)},
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith("fastdeploy-rl: error: ")
+    assert done.stderr.count("\n") == 1
+    assert reason in done.stderr
+    assert [name for name in os.listdir("/dev/shm") if name.endswith(f".{settings['board_port']}")] == []
+
+
 def test_a_worker_that_ends_without_a_word_is_told_by_its_log(settings: dict[str, Any]) -> None:
     with running(settings, "die") as engine:
         assert engine.end() == 1

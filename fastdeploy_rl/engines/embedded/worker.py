@@ -23,6 +23,9 @@ from fastdeploy_rl.errors import EngineError, FastDeployRLError
 _log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_REASON = 2000
+_PADDLE_HEADLINE = "Error Message Summary:"
+_PADDLE_RULE = "-\n "
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,10 +77,20 @@ def _log_to_stderr(rank: int) -> None:
 
 def _tell(connection: WorkerSocket, rank: int, error: Exception) -> None:
     _log.error("fault=%s reason=%s", type(error).__name__, error, exc_info=not isinstance(error, FastDeployRLError))
-    kind = type(error).__name__ if isinstance(error, FastDeployRLError) else EngineError.__name__
-    text = str(error) if isinstance(error, FastDeployRLError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(FastDeployRLError):  # the supervisor may be what is gone
-        connection.send(Failed(rank, kind, text), timeout_s=SEND_TIMEOUT_S)
+        connection.send(last_words(rank, error), timeout_s=SEND_TIMEOUT_S)
+
+
+def last_words(rank: int, error: Exception) -> Failed:
+    """The reason on one line of bounded length. Paddle's errors bring a traceback of its C++ along, and say what is
+    wrong at its end, under a headline; the log has all of it."""
+    if isinstance(error, FastDeployRLError):
+        kind, text = type(error).__name__, str(error)
+    else:
+        _, _, summary = str(error).rpartition(_PADDLE_HEADLINE)
+        kind, text = EngineError.__name__, f"{type(error).__name__}: {summary.strip(_PADDLE_RULE)}"
+    line = " ".join(text.split())
+    return Failed(rank, kind, line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} ...")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,32 @@
 """The board between processes: records, slots, decisions, and what the dead leave behind."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
-from fastdeploy_rl.board.board import Board, board_name, engine_dir
+from fastdeploy_rl.board.board import HISTORY, Board, board_name, engine_dir
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
-from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, LifecycleError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    EngineNotFoundError,
+    LifecycleError,
+    StepFailedError,
+)
 from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.report import HistoryEntry, UpdateReport, history_entry
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.history import append_history, read_history
+from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.update.requests import next_board_request
 from tests.process.numpy_engine import free_port
 
@@ -146,14 +158,16 @@ def test_silent_ranks_are_named(board: Board):
 def test_a_live_engine_keeps_its_port(board: Board):
     """A second engine is refused and touches nothing."""
     board.write(RankRecord(1, 0, 0, 0, "ready", "", "", ""), layout.rank_offset(0))
-    with pytest.raises(ConfigurationError, match=rf"port {board.port} belongs to a live engine"):
+    with pytest.raises(
+        ConfigurationError, match=rf"port {board.port} belongs to a live engine \(pid {os.getpid()}, since"
+    ):
         Board.create(board.port, num_ranks=1)
     assert board.read_rank(0).phase == "ready"
     assert BoardClient(board.port).__enter__().__exit__(None, None, None) is None
 
 
-def test_what_a_killed_engine_left_is_reclaimed():
-    """SIGKILL leaves everything; clients see a dead engine; the next start begins clean."""
+def test_what_a_killed_engine_left_is_reclaimed(caplog: pytest.LogCaptureFixture):
+    """SIGKILL leaves everything; clients see a dead engine; the next start begins clean and says what it removed."""
     port = free_port()
     script = f"""
 import os, signal
@@ -161,14 +175,48 @@ from fastdeploy_rl.board.board import Board
 Board.create({port}, num_ranks=2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([*PYTHON, script]).returncode == -9
+    killed = subprocess.Popen([*PYTHON, script])
+    assert killed.wait(30) == -9
     SharedSegment.attach(board_name(port)).close()
     with pytest.raises(EngineNotFoundError, match="is dead"):
         Board.attach(port)
     board = Board.create(port, num_ranks=1)
     assert board.num_ranks == 1
+    assert board.reclaimed.owner.pid == killed.pid
+    assert {board_name(port), f"model_weights_status.{port}"} <= set(board.reclaimed.names)
+    assert f"event=reclaimed leftovers='of a dead engine (pid {killed.pid}, since" in caplog.text
     board.close()
     assert not engine_dir(port).exists()
+    with closing(Board.create(port, num_ranks=1)) as board:
+        assert board.reclaimed is None
+
+
+def test_a_history_outlives_the_engine_where_it_was_given_a_place(tmp_path: Path):
+    """The run directory leads to it, and goes."""
+    board = Board.create(free_port(), num_ranks=1, history=tmp_path / "history.jsonl")
+    append_history(board.run_dir / HISTORY, entry(1))
+    with BoardClient(board.port) as client:
+        assert client.history() == [entry(1)]
+    board.close()
+    assert read_history(tmp_path / "history.jsonl") == [entry(1)]
+
+
+def entry(command: int) -> HistoryEntry:
+    return history_entry(UpdateReport(command, "clear", "done", "", "1.1", 0.1, 0.1, []), 8182, 0.0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 10, b"[]", b'{"command": "x"}'])
+def test_a_malformed_report_is_an_error_that_names_the_file(board: Board, content: bytes):
+    (board.run_dir / "report.1.json").write_bytes(content)
+    with pytest.raises(StepFailedError, match=r"report\.1\.json .*cannot be read"):
+        RankFiles(board.run_dir).read_report(1)
+
+
+def test_an_oversized_report_is_not_taken_into_memory(board: Board, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fastdeploy_rl.update.rank_files._MAX_BYTES", 1000)
+    (board.run_dir / "report.1.json").write_bytes(b" " * 1001)
+    with pytest.raises(StepFailedError, match="larger than 1000 bytes"):
+        RankFiles(board.run_dir).read_report(1)
 
 
 def test_the_slot_of_a_dead_client_is_free_again(board: Board):

@@ -81,24 +81,24 @@ class NumpyEngine:
             group = stack.enter_context(SharedSegment.create(self._config["collectives"], num_bytes))
             stack.callback(group.unlink)
             stack.callback(self._stop_workers)
-            for rank in range(self.num_ranks):
-                self.workers.append(self._spawn(rank))
+            for _ in range(self.num_ranks):
+                self.workers.append(self._spawn())
+            for rank, worker in enumerate(self.workers):
+                worker.stdin.write(json.dumps(self._config | {"rank": rank}) + "\n")
+                worker.stdin.flush()
             for rank in range(self.num_ranks):
                 if self.read(rank) != "ready":
                     raise RuntimeError(f"rank {rank} did not start")
             self._stack = stack.pop_all()
         return self
 
-    def _spawn(self, rank: int) -> "subprocess.Popen[str]":
-        worker = subprocess.Popen(
+    def _spawn(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
             [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        worker.stdin.write(json.dumps(self._config | {"rank": rank}) + "\n")
-        worker.stdin.flush()
-        return worker
 
     def read(self, rank: int) -> Any:
         line = self.workers[rank].stdout.readline()

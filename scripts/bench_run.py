@@ -15,9 +15,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from bench_board import board_rows
 from bench_decode import decode_rows
 from bench_laws import law_rows
 from bench_manager import manager_rows
+from bench_memory import memory_rows
 from bench_row import Row
 from bench_updates import update_rows
 from bench_words import word_rows
@@ -30,6 +32,8 @@ GROUPS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "laws": lambda arguments: law_rows(arguments.runs),
     "update": lambda arguments: update_rows(arguments.runs),
     "wake-up": lambda arguments: word_rows(),
+    "board": lambda arguments: board_rows(),
+    "memory": lambda arguments: memory_rows(),
     "decode": lambda arguments: decode_rows(arguments.model, arguments.runs),
     "manager": lambda arguments: manager_rows(arguments.model, arguments.runs),
 }

@@ -6,10 +6,23 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fastdeploy_rl.cli import chat, clear, doctor, generate, history, publish, receipt, retire, serve, status, update
+from fastdeploy_rl.cli import (
+    chat,
+    clear,
+    doctor,
+    generate,
+    history,
+    plan,
+    publish,
+    receipt,
+    retire,
+    serve,
+    status,
+    update,
+)
 from fastdeploy_rl.errors import FastDeployRLError
 
-VERBS = (serve, publish, retire, update, clear, status, receipt, generate, chat, history, doctor)
+VERBS = (serve, publish, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 
 

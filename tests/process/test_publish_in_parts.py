@@ -78,8 +78,11 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
+    channel = tmp_path / "channel"
     with ExitStack() as stack:
-        yield World(tmp_path / "channel", stack)
+        yield World(channel, stack)
+    if channel.exists():
+        retire(channel)  # what the killed ones left
 
 
 def _read(channel: Path) -> tuple[str, dict[str, np.ndarray]]:

@@ -56,28 +56,14 @@ def paddleformers(config: Any) -> Convention:
     """The convention of a PaddleFormers model, from its own config (the object, or the dict of its config.json).
 
     Names are the engine's; linear weights are [in, out]. Where the model has one `qkv_proj`, each key/value head lies
-    right behind its query heads; one `up_gate_proj` (`gate_up_fused_proj`) is all of gate, then all of up.
+    right behind its query heads; one `up_gate_proj` (`gate_up_fused_proj`) is all of gate, then all of up - on each of
+    the trainer's tensor-parallel ranks, whose slices are published as shards of the whole.
     ConfigurationError for a model type whose layout is not known here.
     """
     kind = _field(config, "model_type")
     if kind not in _FUSED_MODELS:
         raise ConfigurationError(f"paddleformers: model type {kind!r:.80} is not known; {', '.join(_FUSED_MODELS)} are")
-    head_dim = _field(config, "head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")
-    num_kv_heads = _field(config, "num_key_value_heads") or _size(config, "num_attention_heads")
-    if _size(config, "num_attention_heads") % num_kv_heads:
-        raise ConfigurationError(f"paddleformers: {num_kv_heads} key/value heads do not divide the attention heads")
-    group = _size(config, "num_attention_heads") // num_kv_heads
-    heads = [
-        run
-        for index in range(num_kv_heads)
-        for run in (
-            Run("q_proj", index * group * head_dim, (index + 1) * group * head_dim),
-            Run("k_proj", index * head_dim, (index + 1) * head_dim),
-            Run("v_proj", index * head_dim, (index + 1) * head_dim),
-        )
-    ]
-    inner = _size(config, "intermediate_size")
-    halves = [Run("gate_proj", 0, inner), Run("up_proj", 0, inner)]
+    heads, halves = _attention_runs(config), _mlp_runs(config)
 
     def rule(name: str, shape: Shape) -> TensorRule:
         match = _FUSED.fullmatch(name)
@@ -90,6 +76,26 @@ def paddleformers(config: Any) -> Convention:
         return TensorRule(name, axis, fused=Fused(axis, named))
 
     return rule
+
+
+def _attention_runs(config: Any) -> list[Run]:
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigurationError(f"paddleformers: {num_kv_heads} key/value heads do not divide {num_heads} heads")
+    head_dim = _size(config, "head_dim", _size(config, "hidden_size") // num_heads)
+    widths = {"q_proj": num_heads // num_kv_heads * head_dim, "k_proj": head_dim, "v_proj": head_dim}
+    return [
+        Run(name, index * width, (index + 1) * width) for index in range(num_kv_heads) for name, width in widths.items()
+    ]
+
+
+def _mlp_runs(config: Any) -> list[Run]:
+    inner, ranks = _size(config, "intermediate_size"), _size(config, "tensor_model_parallel_size", 1)
+    if inner % ranks:
+        raise ConfigurationError(f"paddleformers: intermediate_size {inner} does not divide over {ranks} ranks")
+    share = inner // ranks
+    return [Run(name, rank * share, (rank + 1) * share) for rank in range(ranks) for name in ("gate_proj", "up_proj")]
 
 
 def _checked_axis(name: str, shape: Shape, expected: int, kind: str) -> int:
@@ -105,8 +111,9 @@ def _field(config: Any, key: str) -> Any:
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
-def _size(config: Any, key: str) -> int:
+def _size(config: Any, key: str, default: int | None = None) -> int:
     value = _field(config, key)
+    value = default if value is None else value
     if type(value) is not int or value < 1:
         raise ConfigurationError(
             f"paddleformers: {key} of the model's config must be a positive integer, got {value!r}"

@@ -163,7 +163,7 @@ def arrange(
     if unknown is not None:
         raise ConfigurationError(f"shards name {unknown!r:.600}, which is not among the tensors")
     held = {
-        name: _held(name, host, _rule(convention, name, host.shape), shards.get(name), num_ranks)
+        name: _held(name, host, _rule(convention, name, _whole(host, shards.get(name))), shards.get(name), num_ranks)
         for name, host in tensors.items()
     }
     _refuse_doubled_names(held)
@@ -183,6 +183,13 @@ def _num_ranks(layout: str) -> int:
         return layout_ranks(layout)
     except (ManifestError, TypeError) as error:
         raise ConfigurationError(f"layout must be 'full' or 'tp:N' with N in 1 to 9999, got {layout!r:.80}") from error
+
+
+def _whole(host: HostTensor, shard: Shard | None) -> tuple[int, ...]:
+    """The shape of the tensor of which the trainer has a slice: conventions speak of whole ones."""
+    if shard is None:
+        return host.shape
+    return tuple(shard.size if axis == shard.axis else size for axis, size in enumerate(host.shape))
 
 
 def _rule(convention: Convention, name: str, shape: tuple[int, ...]) -> TensorRule:

@@ -56,6 +56,12 @@ def test_a_fused_mlp_is_all_of_gate_then_all_of_up(name: str) -> None:
     assert rule.fused == Fused(1, (Run(MLP + "gate_proj.weight", 0, 6), Run(MLP + "up_proj.weight", 0, 6)))
 
 
+def test_a_fused_mlp_of_a_split_trainer_is_gate_then_up_on_each_rank() -> None:
+    rule = paddleformers(CONFIG | {"tensor_model_parallel_size": 2})(f"{MLP}up_gate_proj.weight", (8, 12))
+    gate, up = MLP + "gate_proj.weight", MLP + "up_proj.weight"
+    assert rule.fused == Fused(1, (Run(gate, 0, 3), Run(up, 0, 3), Run(gate, 3, 6), Run(up, 3, 6)))
+
+
 def test_what_a_paddleformers_model_does_not_fuse_is_the_engines_own() -> None:
     rule = paddleformers(CONFIG | {"model_type": "llama"})(ATTENTION + "q_proj.weight", (8, 8))
     assert rule == TensorRule(ATTENTION + "q_proj.weight", 1)
@@ -74,6 +80,9 @@ def test_a_fused_tensor_that_the_config_cannot_have_made_is_refused(shape: tuple
         ({"num_attention_heads": 3}, "do not divide"),
         ({"intermediate_size": None}, "intermediate_size"),
         ({"hidden_size": "8"}, "hidden_size"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"head_dim": -1}, "head_dim"),
+        ({"tensor_model_parallel_size": 4}, "intermediate_size 6 does not divide over 4 ranks"),
     ],
 )
 def test_a_config_that_says_too_little_is_refused(change: dict[str, object], message: str) -> None:

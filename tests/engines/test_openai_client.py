@@ -5,7 +5,10 @@ What the engine says is held against a Llama in numpy (numpy_llama.py), which kn
 
 import asyncio
 import json
+import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -333,6 +336,62 @@ def test_a_piped_chat_answers_line_by_line_and_resets(engine: ServedEngine, clie
     assert "tiny, weights " in done.stderr
     plain = run_cli(*command, given="hello\n")
     assert plain.stdout == first.content + "\n"
+
+
+class Talker:
+    """A chat that takes its terminal for a person."""
+
+    def __init__(self, engine: ServedEngine, *options: str) -> None:
+        self._terminal, theirs = pty.openpty()
+        command = [*CLI, "chat", "--engine", engine.url, "--temperature", "0", *options]
+        self.child = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def await_text(self, pattern: bytes, *, stderr: bool = False) -> bytes:
+        """Reads until it has come."""
+        pipe, found = self.child.stderr if stderr else self.child.stdout, b""
+        while not re.search(pattern, found):
+            assert select.select([pipe], [], [], DEADLINE_S)[0], f"{found!r}, never {pattern!r}"
+            found += pipe.read(1) or pytest.fail(f"{found!r}, and then the end")
+        return found
+
+    def __enter__(self) -> "Talker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._terminal)
+        self.child.kill()
+        self.child.wait(DEADLINE_S)
+        self.child.stdout.close()
+        self.child.stderr.close()
+
+
+def test_a_person_may_interrupt_an_answer_and_go_on(engine: ServedEngine) -> None:
+    with Talker(engine) as talker:
+        talker.await_text(b"> ")
+        talker.type("hello\n")
+        talker.await_text(b".")
+        talker.child.send_signal(signal.SIGINT)
+        talker.await_text(rb"interrupted; this turn is forgotten\]\n", stderr=True)
+        await_load(engine, **IDLE)
+        talker.type("/quit\n")
+        assert talker.child.wait(DEADLINE_S) == 0
+
+
+def test_a_chat_tells_when_other_weights_speak(engine: ServedEngine, model: Model) -> None:
+    with Talker(engine, "--max-tokens", "4") as talker, WeightPublisher(engine.channel) as publisher:
+        before = engine.control.status().version.encode()
+        talker.await_text(rb"tiny, weights " + before, stderr=True)
+        talker.await_text(b"> ")
+        version = publisher.publish(model.weights, step=1).version
+        engine.control.update(version)
+        talker.type("hello\n")
+        talker.await_text(rb"\[weights " + str(version).encode() + rb"\]\n", stderr=True)
+        talker.type("/quit\n")
+        assert talker.child.wait(DEADLINE_S) == 0
 
 
 # --- updates under load ------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from served_model import write_tiny_llama
 
+from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl.board.board import Board, board_name, engine_dir
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
@@ -258,6 +259,79 @@ def test_a_channel_that_others_could_write_to_is_refused(model_dir: Path, tmp_pa
     line = refusal(*CLI, "publish", str(model_dir), "--step", "2", "--ipc-dir", str(channel), cwd=tmp_path)
     assert str(channel) in line
     assert list(channel.iterdir()) == []
+
+
+# --- plan ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def manifest_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A manifest as a publisher wrote it."""
+    with WeightPublisher(tmp_path_factory.mktemp("published") / "channel") as publisher:
+        return manifests.encode(publisher.publish(random_weights(MODEL, 1), step=1).manifest)
+
+
+def plan_refusal(manifest: Path, *options: str) -> str:
+    return refusal(*CLI, "plan", str(manifest), "--tensor-parallel-size", "2", *options, cwd=manifest.parent)
+
+
+def test_a_manifest_that_is_not_there_is_named(tmp_path: Path) -> None:
+    line = plan_refusal(tmp_path / "manifest.json")
+    assert str(tmp_path / "manifest.json") in line
+    assert "name a manifest file or the directory of a channel" in line
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: data[: len(data) // 2], "cannot be read"),
+        (lambda data: b"[" * 100_000, "cannot be read"),
+        (lambda data: data[:-1] + b',"more":1}', "more"),
+        (lambda data: data.replace(b'"name":"norm"', b'"name":"embed"'), "embed"),
+        (lambda data: data.replace(b'"name":"norm"', b'"name":"gone"'), "digests do not match"),
+    ],
+    ids=["truncated", "deep", "unknown field", "doubled name", "digest"],
+)
+def test_a_manifest_that_is_not_what_a_publisher_writes_is_refused_with_the_reason(
+    manifest_bytes: bytes, spoil: Callable[[bytes], bytes], words: str, tmp_path: Path
+) -> None:
+    spoiled = spoil(manifest_bytes)
+    assert spoiled != manifest_bytes
+    path = tmp_path / "manifest.json"
+    path.write_bytes(spoiled)
+    line = plan_refusal(path)
+    assert words in line
+    assert len(line) < 2000
+    assert path.read_bytes() == spoiled
+
+
+def test_an_oversized_manifest_is_refused_by_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # nothing of it is on the disk, and nothing beyond the limit may be read
+    assert f"larger than {manifests.MAX_BYTES}" in plan_refusal(path)
+
+
+def test_a_pipe_in_a_manifests_place_keeps_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    assert "neither a manifest file nor a channel" in plan_refusal(tmp_path / "manifest.json")
+
+
+def test_a_directory_where_nothing_was_published_is_named(tmp_path: Path) -> None:
+    (tmp_path / "channel").mkdir()
+    assert str(tmp_path / "channel") in plan_refusal(tmp_path / "channel")
+    assert list((tmp_path / "channel").iterdir()) == []
+
+
+def test_a_model_that_is_another_one_is_refused_with_the_names(
+    manifest_bytes: bytes, model_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest_bytes)
+    assert "model.embed_tokens.weight" in plan_refusal(path, "--model", str(model_dir))
+    line = plan_refusal(path, "--model", str(model_dir), "--tensor-parallel-size", "3")
+    assert "does not split over 3 ranks" in line
+    assert str(tmp_path / "none") in plan_refusal(path, "--model", str(tmp_path / "none"))
 
 
 # --- no room in /dev/shm ---------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Tables of the docs that repeat what the code says, made from the code: `python tests/unit/docs_tables.py` writes
-them into the pages.
+them into the pages; with the JSON file of `scripts/bench` as argument it prints the table of figures.
 
 A page marks each with `<!-- NAME: made by tests/unit/docs_tables.py -->` and `<!-- end -->`; test_docs.py holds pages
 to them. What only a human can say about a field stands here beside its name.
 """
 
 import enum
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -182,10 +183,34 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-if __name__ == "__main__":
+def figures(bench: Path) -> str:
+    """What `scripts/bench --json` measured, as the table of benchmarks.md."""
+    told = json.loads(bench.read_text())
+    rows = [
+        (
+            row["name"],
+            f"{row['value']:.4g} {row['unit']}",
+            f"{row['limit']}: {row['limit_value']:.4g} {row['unit']}",
+            f"{row['ratio']:.2f}",
+            row["target"],
+        )
+        for row in told["rows"]
+    ]
+    machine = ", ".join(f"{name} {value}" for name, value in told["machine"].items())
+    return table(("what", "measured", "limit", "ratio", "target"), rows) + f"\n{machine}\n"
+
+
+def write_pages() -> None:
     for path in pages():
         before = path.read_text()
         after = filled(before)
         if after != before:
             path.write_text(after)
             print(f"{path.relative_to(ROOT)} written", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(figures(Path(sys.argv[1])), end="")
+    else:
+        write_pages()

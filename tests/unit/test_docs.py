@@ -1,5 +1,6 @@
 """Pages that repeat what the code says are held to it."""
 
+import json
 import re
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def test_the_operators_page_tells_every_section_of_the_doctor(tmp_path: Path) ->
     page = (DOCS / "operator.md").read_text()
     titles = [section.title for section in examine(tmp_path / "channel").sections]
     assert [title for title in titles if f"| {title} |" not in page] == []
+
+
+def test_the_benchmarks_page_tells_every_group() -> None:
+    groups = re.findall(r'^    "([a-z-]+)": lambda', (ROOT / "scripts/bench_run.py").read_text(), re.MULTILINE)
+    page = (DOCS / "benchmarks.md").read_text()
+    assert groups != []
+    assert [group for group in groups if f"| {group} |" not in page] == []
+
+
+def test_figures_are_shown_with_limit_ratio_and_machine(tmp_path: Path) -> None:
+    row = {"name": "publish", "value": 0.25, "unit": "s", "limit": "pass", "limit_value": 0.2, "ratio": 1.25}
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"rows": [row | {"target": "<= 1.5", "met": True}], "machine": {"cores": 2}}))
+    assert "| publish | 0.25 s | pass: 0.2 s | 1.25 | <= 1.5 |" in docs_tables.figures(bench)
+    assert "cores 2" in docs_tables.figures(bench)
 
 
 # --- errors ----------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ void bind_context(py::module_& m) {
           "address"_a)
       .def("buffer_id", &CudaContext::buffer_id, "address"_a)
       .def("ordinal_of", &CudaContext::ordinal_of, "address"_a)
+      .def("is_exportable", &CudaContext::is_exportable, "address"_a)
       .def(
           "export_handle",
           [](const CudaContext& self, CudaPointer address) {

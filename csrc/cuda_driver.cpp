@@ -12,6 +12,7 @@ constexpr int kUnusable = -1;
 constexpr unsigned kLazyEnablePeerAccess = 1;
 constexpr int kBufferId = 7;       // CU_POINTER_ATTRIBUTE_BUFFER_ID
 constexpr int kDeviceOrdinal = 9;  // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+constexpr int kIsIpcCapable = 10;  // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 constexpr int kNameBytes = 256;
 
 template <typename Call>
@@ -178,6 +179,13 @@ int CudaContext::ordinal_of(CudaPointer pointer) const {
   int ordinal = 0;
   driver_->check(driver_->calls().cuPointerGetAttribute(&ordinal, kDeviceOrdinal, pointer), "cuPointerGetAttribute");
   return ordinal;
+}
+
+bool CudaContext::is_exportable(CudaPointer pointer) const {
+  const Current current(*driver_, context_);
+  int is_capable = 0;  // Wider than the bool that is written, so that a driver which writes an int fits too.
+  driver_->check(driver_->calls().cuPointerGetAttribute(&is_capable, kIsIpcCapable, pointer), "cuPointerGetAttribute");
+  return is_capable != 0;
 }
 
 CudaIpcHandle CudaContext::export_handle(CudaPointer pointer) const {

@@ -107,6 +107,8 @@ class CudaContext {
   // Unique among all allocations of this process, also freed ones.
   uint64_t buffer_id(CudaPointer pointer) const;
   int ordinal_of(CudaPointer pointer) const;
+  // False for memory of virtual-memory and stream-ordered allocators.
+  bool is_exportable(CudaPointer pointer) const;
   CudaIpcHandle export_handle(CudaPointer pointer) const;
   CudaPointer open_handle(const CudaIpcHandle& handle) const;
   void close_handle(CudaPointer pointer) const;

@@ -251,6 +251,9 @@ class CudaContext:
     def ordinal_of(self, address: int) -> int:
         """Which device the memory is on."""
 
+    def is_exportable(self, address: int) -> bool:
+        """False for memory of a virtual-memory or stream-ordered allocator."""
+
     def export_handle(self, address: int) -> bytes:
         """cuIpcGetMemHandle of the allocation that starts at `address`; 64 bytes."""
 

@@ -1,8 +1,8 @@
 // FakeCuda: the CUDA driver calls that fastdeploy_rl uses, over shared memory, for real processes without a GPU.
 //
 // It keeps the driver's rules, so that a test which passes here has not broken them: a context must be current; a
-// handle names an allocation, also when asked for with a pointer into its middle; the process that exported may not
-// open (CUDA_ERROR_INVALID_CONTEXT); opening twice in one context counts and gives the same pointer (CUDA Driver API,
+// handle names an allocation and is given for its base only; the process that exported may not open
+// (CUDA_ERROR_INVALID_CONTEXT); opening twice in one context counts and gives the same pointer (CUDA Driver API,
 // cuIpcOpenMemHandle); what was opened cannot be exported again; the last release of a primary context takes its
 // memory along; CUDA_VISIBLE_DEVICES ends at its first entry that names no device. Freeing memory that others have
 // open is undefined there; here it is counted, and the bytes are overwritten.
@@ -59,9 +59,11 @@ constexpr ResultText kTexts[] = {
 
 constexpr int kBufferId = 7;
 constexpr int kDeviceOrdinal = 9;
+constexpr int kIsIpcCapable = 10;
 constexpr unsigned kLazyEnablePeerAccess = 1;
 constexpr int kVersion = 12040;
 constexpr int kPoison = 0xDB;
+constexpr int kOrdinalBits = 8;
 
 using Pointer = uint64_t;
 
@@ -116,13 +118,22 @@ class Process {
   int initialise() {
     const char* value = std::getenv("FASTDEPLOY_RL_FAKE_CUDA");
     const std::string wanted = value == nullptr ? "" : value;
-    // A test may use one fake after another in its own process.
     if (state != nullptr && wanted != directory) leave();
     if (state == nullptr && (state = map_state(wanted)) == nullptr) return kNoDevice;
     directory = wanted;
     owner = this_process();
     if (contexts_.empty()) select_devices();
     return contexts_.empty() ? kNoDevice : kSuccess;
+  }
+
+  // What cuDeviceGet gives: a test may use one machine after another in its own process, and what is left of the one
+  // must not touch the other.
+  int device_of(int ordinal) const { return generation_ << kOrdinalBits | ordinal; }
+
+  // -1: no device of this machine.
+  int ordinal_of(int device) const {
+    const int ordinal = device & ((1 << kOrdinalBits) - 1);
+    return device == device_of(ordinal) && ordinal < num_devices() ? ordinal : -1;
   }
 
   int num_devices() const { return static_cast<int>(contexts_.size()); }
@@ -193,7 +204,11 @@ class Process {
   }
 
   void leave() {
-    for (int ordinal = 0; ordinal < num_devices(); ++ordinal) drop_memory_of(ordinal);
+    for (int ordinal = 0; ordinal < num_devices(); ++ordinal) {
+      drop_memory_of(ordinal);
+      primary(ordinal)->references = 0;
+    }
+    ++generation_;
     unmap_state(state);
     state = nullptr;
     contexts_.clear();
@@ -239,6 +254,7 @@ class Process {
     return true;
   }
 
+  int generation_ = 0;
   std::vector<Context*> contexts_;
   std::vector<int> physical_;
 };
@@ -266,8 +282,10 @@ int call_in_context(Body body) {
 
 template <typename Body>
 int call_on_device(int device, Body body) {
-  return call(
-      [&](Process& process) { return device < 0 || device >= process.num_devices() ? kInvalidDevice : body(process); });
+  return call([&](Process& process) {
+    const int ordinal = process.ordinal_of(device);
+    return ordinal < 0 ? kInvalidDevice : body(process, ordinal);
+  });
 }
 
 const ResultText* text_of(int code) {
@@ -373,48 +391,49 @@ int cuDeviceGetCount(int* count) {
 }
 
 int cuDeviceGet(int* device, int ordinal) {
-  return call_on_device(ordinal, [&](Process&) {
-    *device = ordinal;
+  return call([&](Process& process) {
+    if (ordinal < 0 || ordinal >= process.num_devices()) return kInvalidDevice;
+    *device = process.device_of(ordinal);
     return kSuccess;
   });
 }
 
 int cuDeviceGetName(char* name, int length, int device) {
-  return call_on_device(device, [&](Process& process) {
+  return call_on_device(device, [&](Process& process, int ordinal) {
     if (length <= 0) return kInvalidValue;
-    std::strncpy(name, process.device(device).name, static_cast<size_t>(length) - 1);
+    std::strncpy(name, process.device(ordinal).name, static_cast<size_t>(length) - 1);
     name[length - 1] = '\0';
     return kSuccess;
   });
 }
 
 int cuDeviceGetUuid(uint8_t* uuid, int device) {
-  return call_on_device(device, [&](Process& process) {
-    std::memcpy(uuid, process.device(device).gpu_uuid, 16);
+  return call_on_device(device, [&](Process& process, int ordinal) {
+    std::memcpy(uuid, process.device(ordinal).gpu_uuid, 16);
     return kSuccess;
   });
 }
 
 int cuDeviceGetUuid_v2(uint8_t* uuid, int device) {
-  return call_on_device(device, [&](Process& process) {
-    std::memcpy(uuid, process.device(device).uuid, 16);
+  return call_on_device(device, [&](Process& process, int ordinal) {
+    std::memcpy(uuid, process.device(ordinal).uuid, 16);
     return kSuccess;
   });
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  return call_on_device(device, [&](Process& process) {
-    ++process.primary(device)->references;
-    *context = process.primary(device);
+  return call_on_device(device, [&](Process& process, int ordinal) {
+    ++process.primary(ordinal)->references;
+    *context = process.primary(ordinal);
     return kSuccess;
   });
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
-  return call_on_device(device, [&](Process& process) {
-    Context* context = process.primary(device);
+  return call_on_device(device, [&](Process& process, int ordinal) {
+    Context* context = process.primary(ordinal);
     if (context->references == 0) return kInvalidContext;
-    if (--context->references == 0) process.drop_memory_of(device);
+    if (--context->references == 0) process.drop_memory_of(ordinal);
     return kSuccess;
   });
 }
@@ -476,6 +495,8 @@ int cuPointerGetAttribute(void* data, int attribute, Pointer pointer) {
       *static_cast<unsigned long long*>(data) = found->second.id;
     } else if (attribute == kDeviceOrdinal) {
       *static_cast<int*>(data) = found->second.ordinal;
+    } else if (attribute == kIsIpcCapable) {
+      *static_cast<bool*>(data) = found->second.opened == 0;
     } else {
       return kInvalidValue;
     }
@@ -485,7 +506,7 @@ int cuPointerGetAttribute(void* data, int attribute, Pointer pointer) {
 
 int cuIpcGetMemHandle(Handle* handle, Pointer pointer) {
   return call_in_context([&](Process& process, Context&) {
-    const auto found = process.find(pointer);
+    const auto found = process.ranges.find(pointer);
     if (found == process.ranges.end() || found->second.opened != 0) return kInvalidValue;
     *handle = {kMagic, found->second.id, process.owner, {}};
     const Lock lock(process.state);

@@ -240,11 +240,9 @@ class CudaExporter:
         return self._exports[buffer_id], base
 
     def _new_export(self, base: int, num_bytes: int) -> _Export:
-        with driver_errors(
-            f"the allocation at {base:#x} cannot be exported; memory of a virtual-memory or asynchronous allocator "
-            "never can (torch: expandable_segments:False; Paddle: FLAGS_use_virtual_memory_auto_growth=0, "
-            "FLAGS_use_cuda_malloc_async_allocator=0)"
-        ):
+        with driver_errors(f"the allocation at {base:#x} cannot be exported"):
+            if not self._context.is_exportable(base):
+                raise CudaError(_not_exportable(base))
             handle = self._context.export_handle(base)
         nonce = new_token()
         row = self._table.add(nonce)
@@ -304,3 +302,11 @@ def _try(release: Callable[[], None]) -> SegmentError | None:
 def _check_inside(offset: int, num_bytes: int, allocation_bytes: int) -> None:
     if num_bytes < 0 or offset + num_bytes > allocation_bytes:
         raise SegmentError(f"{num_bytes} bytes at {offset} are not inside an allocation of {allocation_bytes}")
+
+
+def _not_exportable(base: int) -> str:
+    return (
+        f"the driver exports no memory like that at {base:#x}: it is another process's, or a virtual-memory or "
+        "stream-ordered allocator's. For torch set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, for Paddle "
+        "FLAGS_use_virtual_memory_auto_growth=0 and FLAGS_use_cuda_malloc_async_allocator=0"
+    )

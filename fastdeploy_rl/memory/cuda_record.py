@@ -30,7 +30,7 @@ class CudaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     device: Annotated[str, msgspec.Meta(max_length=64)]
-    exporter: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    exporter: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     process: Annotated[str, msgspec.Meta(max_length=128)]
     row: Annotated[int, msgspec.Meta(ge=0, lt=NUM_ROWS)]
     nonce: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -30,7 +30,7 @@ def machine() -> RealMachine:
     try:
         visible_devices()
     except CudaUnavailableError as error:
-        pytest.skip(f"needs a CUDA device: {str(error):.60}")
+        pytest.skip(f"needs a CUDA device: {error!s:.60}")
     return RealMachine()
 
 

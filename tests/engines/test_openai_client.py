@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -271,6 +272,18 @@ def test_more_than_fits_is_told_to_come_back_and_nobody_else_notices(engine: Ser
         await asyncio.to_thread(await_load, engine, **IDLE)
 
     with_clients(engine, scene)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_and_then_gives_back_what_it_held(
+    engine: ServedEngine, client: OpenAI
+) -> None:
+    body = LONG | TOKENS | {"n": MAX_RUNNING - 1, "stream": True, "logprobs": 5}
+    data = json.dumps({name: value for name, value in body.items() if name != "extra_body"}).encode()
+    with socket.create_connection(("127.0.0.1", engine.port)) as lazy:
+        lazy.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        await_load(engine, running=MAX_RUNNING - 1)
+        assert len(client.completions.create(n=2, **LONG | {"max_tokens": 50}).choices) == 2
+    await_load(engine, **IDLE)
 
 
 # --- the command line --------------------------------------------------------------------------------

@@ -152,6 +152,48 @@ def test_a_dead_publishers_version_stays_while_an_engine_leases_it(tmp_path: Pat
     assert dead_publishers(channel) == []
 
 
+@contextmanager
+def part_of_two(channel: Path, index: int) -> Iterator["subprocess.Popen[str]"]:
+    """One of two processes that publish together."""
+    command = [sys.executable, str(PEER.with_name("part_peer.py")), str(channel), str(index), "2"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def publish_together(*parts: "subprocess.Popen[str]") -> None:
+    for part in parts:
+        part.stdin.write('{"step": 1, "whole": ["norm"]}\n')
+        part.stdin.flush()
+    assert ["version" in json.loads(part.stdout.readline()) for part in parts] == [True] * len(parts)
+
+
+def test_what_several_published_together_goes_when_the_last_of_them_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "channel"
+    channel = Channel(path)
+    with part_of_two(path, 0) as first, part_of_two(path, 1) as second:
+        publish_together(first, second)
+        second.kill()
+        second.wait(DEADLINE_S)
+        assert dead_publishers(channel) == []  # its part belongs to a version whose publisher lives
+        (section,) = [section for section in examine(path).sections if section.title == "channel"]
+        (check,) = [check for check in section.checks if check.name == "publisher"]
+        assert check.status.value == "warn"
+        assert f"pid {second.pid}," in check.found
+        assert f"others live: pid {first.pid}" in check.found
+        first.kill()
+        first.wait(DEADLINE_S)
+    (dead,) = dead_publishers(channel)
+    names = {item.path.name for item in remove_unused(dead)}
+    assert {"LATEST", "LOCK", "LOCK.1"} < names
+    assert [name for name in os.listdir("/dev/shm") if channel.key in name] == []
+    assert dead_publishers(channel) == []
+
+
 def test_a_publication_that_was_left_on_purpose_is_no_leftover(tmp_path: Path) -> None:
     from fastdeploy_rl.publish.publisher import WeightPublisher
     from tests.process.publication_peer import weights

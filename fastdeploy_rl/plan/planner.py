@@ -503,6 +503,10 @@ def _part_shape(stored: _Stored, size: int) -> tuple[int, ...]:
 def _copies(logical: LogicalTensor, slot: _Slot, cast: str, owns_read: bool) -> Iterator[PlannedRegion]:
     """What of the published tensor goes into the slot."""
     for piece in logical.pieces:
+        if piece.axis != WHOLE and (
+            piece.stop <= slot.spans[piece.axis][0] or piece.start >= slot.spans[piece.axis][1]
+        ):
+            continue  # most runs of an interleaved tensor belong to other ranks
         for taken in _taken(_stored(piece), slot):
             yield _region(piece.tensor, taken, cast, owns_read, RegionKind.COPY)
 

@@ -112,10 +112,13 @@ class UpdateCommand:
         self._state = state
         self._update = update
         self._steps = StepRunner(update, observe)
+        self._is_aliasing = False
         self._spent: StagedSource | None = None
 
     def stage(self) -> None:
         self._steps.run(STAGING_STEPS)
+        new, staged = self._update.new, self._update.staged
+        self._is_aliasing = new is not None and staged is not None and new.lies_in(staged)
 
     def stall(self) -> None:
         self._steps.run(STALLING_STEPS[:-1])
@@ -127,11 +130,10 @@ class UpdateCommand:
             raise StepFailedError("commit of an update that was never staged")
         self._state.runner.set_version(str(new.version))
         self._state.live = new
-        staged = self._update.staged
-        if staged is not None and new.lies_in(staged):
-            new.staged = staged
+        if self._is_aliasing:
+            new.staged = self._update.staged
         else:
-            self._spent = staged
+            self._spent = self._update.staged
         if self._update.copies_in_place and old is not None:
             # The parameters live where they lived; what was saved for the way back is free again.
             new.arena, old.arena = old.arena, self._update.arena

@@ -1,6 +1,7 @@
 """AsyncEngineController over the board: the loop goes on while calls wait, a cancelled one leaves no slot claimed."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 
 from fastdeploy_rl import AsyncEngineController
+from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import SlotState
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.errors import ConfigurationError, CoverageError, EngineNotFoundError, NoPublicationError
 from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.update.client import BoardClient
 from tests.process.answering import Answering, await_states, states
 from tests.process.numpy_engine import NumpyEngine, free_port
 from tests.process.test_update_numpy import MODEL, publish
@@ -103,6 +106,25 @@ def test_cancelling_before_the_engine_begins_withdraws_the_request(board: Board)
     with Answering(board) as engine:
         run(steer())
     assert engine.answered == ["1.1", "3.3"]
+
+
+def test_cancelling_while_all_slots_are_taken_ends_the_wait_and_takes_none(board: Board) -> None:
+    async def steer() -> None:
+        async with AsyncEngineController(board.port) as controller:
+            waiting = asyncio.create_task(controller.update("1.1"))
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting), 0.2)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    with BoardClient(board.port) as client:
+        taken = [client._claim(time.monotonic_ns() + 10**9) for _ in range(layout.NUM_REQUEST_SLOTS)]
+        run(steer())
+        assert states(board) == [SlotState.CLAIMED] * layout.NUM_REQUEST_SLOTS
+        for slot in taken:
+            client._let_go(layout.request_offset(slot))
+    assert states(board) == []
 
 
 def test_cancelling_while_the_command_runs_hands_the_slot_over(board: Board) -> None:

@@ -21,9 +21,9 @@ from fastdeploy_rl.control.generation import (
     Tokenizer,
 )
 from fastdeploy_rl.control.metrics import EngineMetrics
-from fastdeploy_rl.control.openai_format import Choice, Json, ResponseFormat, TokenText, Usage, error_body
+from fastdeploy_rl.control.openai_format import Choice, Json, LoggedToken, ResponseFormat, Usage, error_body
 from fastdeploy_rl.control.openai_schema import DEFAULT_COMPLETION_TOKENS, Body, ChatBody
-from fastdeploy_rl.control.text_stream import TextStream
+from fastdeploy_rl.control.text_stream import TextStream, TokenText
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, RequestError, UnknownModelError
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -123,6 +123,7 @@ class RunningChoice:
         self.done = done
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, stop)
+        self._token_text = TokenText(tokenizer)
         self._num_characters = 0
 
     def take(self, token: GeneratedToken) -> None:
@@ -141,9 +142,9 @@ class RunningChoice:
             self._take_logprob(token, token.logprob)
 
     def _take_logprob(self, token: GeneratedToken, logprob: float) -> None:
-        text = self._tokenizer.decode([token.token_id])
-        top = [(self._tokenizer.decode([token_id]), other) for token_id, other in token.top_logprobs]
-        self.done.token_texts.append(TokenText(text, logprob, top, self._num_characters))
+        text = self._token_text.of(token.token_id)
+        top = [(self._token_text.of(token_id), other) for token_id, other in token.top_logprobs]
+        self.done.logged.append(LoggedToken(text, logprob, top, self._num_characters))
         self._num_characters += len(text)
 
 

@@ -18,7 +18,7 @@ from fastdeploy_rl.errors import FastDeployRLError, RequestError
 Json = dict[str, Any]
 
 
-class TokenText(NamedTuple):
+class LoggedToken(NamedTuple):
     """A token in words, where log-probabilities were asked for. `offset`: characters of the completion before it."""
 
     text: str
@@ -35,7 +35,7 @@ class Choice:
     index: int
     prompt_token_ids: list[int]
     tokens: list[GeneratedToken] = field(default_factory=list)
-    token_texts: list[TokenText] = field(default_factory=list)
+    logged: list[LoggedToken] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str = ""
 
@@ -109,7 +109,7 @@ class ResponseFormat:
         body = content | {
             "index": choice.index,
             "finish_reason": None,
-            "logprobs": self._logprobs(choice.token_texts[-1:]),
+            "logprobs": self._logprobs(choice.logged[-1:]),
             "weight_version": token.version,
         }
         if self.wants_token_ids:
@@ -143,7 +143,7 @@ class ResponseFormat:
         body = content | {
             "index": choice.index,
             "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs(choice.token_texts),
+            "logprobs": self._logprobs(choice.logged),
             "weight_versions": choice.weight_versions(),
         }
         if self.wants_token_ids:
@@ -153,10 +153,10 @@ class ResponseFormat:
     def _top_versions(self, choice: Choice) -> Json:
         return {"weight_versions": choice.weight_versions()} if self.num_choices == 1 else {}
 
-    def _logprobs(self, texts: Sequence[TokenText]) -> Json | None:
+    def _logprobs(self, logged: Sequence[LoggedToken]) -> Json | None:
         if self.num_logprobs is None:
             return None
-        return _chat_logprobs(texts) if self.is_chat else _text_logprobs(texts, self.num_logprobs)
+        return _chat_logprobs(logged) if self.is_chat else _text_logprobs(logged, self.num_logprobs)
 
     def _chunk(self, choice: Json) -> Json:
         # With usage asked for, OpenAI sends a null in every chunk but the last.
@@ -174,14 +174,14 @@ def error_body(error: Exception) -> Json:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def _text_logprobs(texts: Sequence[TokenText], num_logprobs: int) -> Json:
+def _text_logprobs(logged: Sequence[LoggedToken], num_logprobs: int) -> Json:
     """The form of /v1/completions; the chosen token is among `top_logprobs` even where it is none of the likeliest."""
-    top = [_by_text([*token.top, (token.text, token.logprob)]) for token in texts] if num_logprobs else None
+    top = [_by_text([*token.top, (token.text, token.logprob)]) for token in logged] if num_logprobs else None
     return {
-        "tokens": [token.text for token in texts],
-        "token_logprobs": [token.logprob for token in texts],
+        "tokens": [token.text for token in logged],
+        "token_logprobs": [token.logprob for token in logged],
         "top_logprobs": top,
-        "text_offset": [token.offset for token in texts],
+        "text_offset": [token.offset for token in logged],
     }
 
 
@@ -193,10 +193,10 @@ def _by_text(entries: Sequence[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-def _chat_logprobs(texts: Sequence[TokenText]) -> Json:
+def _chat_logprobs(logged: Sequence[LoggedToken]) -> Json:
     content = [
         _chat_entry(token.text, token.logprob) | {"top_logprobs": [_chat_entry(*entry) for entry in token.top]}
-        for token in texts
+        for token in logged
     ]
     return {"content": content, "refusal": None}
 

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece, stopping at a stop string.
+"""Tokens to text, piece by piece, stopping at a stop string; and the text of a single token.
 
 Owns the text of one completion while it grows. Refuses to know tokens' meaning or HTTP. Invariant: the pieces handed
 out, joined, are the decoded completion up to (and without) the first stop string; no piece ends inside a character or
@@ -59,6 +59,20 @@ class TextStream:
         cut = len(self._held) - keep
         released, self._held = self._held[:cut], self._held[cut:]
         return released
+
+
+class TokenText:
+    """The text of one token by itself, as it reads in the middle of a sentence: U+FFFD for a part of a character, and
+    nothing for a special token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers drop the space before the first word of a text: no token must be the first.
+        self._before = tokenizer.encode("a")
+        self._num_before = len(tokenizer.decode(self._before))
+
+    def of(self, token_id: int) -> str:
+        return self._tokenizer.decode([*self._before, token_id])[self._num_before :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_rl.control.generation import version_spans
-from fastdeploy_rl.control.text_stream import TextStream
+from fastdeploy_rl.control.text_stream import TextStream, TokenText
 
 
 class ByteTokenizer:
@@ -31,6 +31,23 @@ def pieces(text: str, stop: Sequence[str]) -> list[str]:
         if stream.is_stopped:
             break
     return [*found, stream.finish()]
+
+
+class WordTokenizer(ByteTokenizer):
+    """Tokens are words with the space before them, which is dropped at the start of a text, as SentencePiece does."""
+
+    words = ("a", " Paris", "is")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.words[token_id] for token_id in token_ids).removeprefix(" ")
+
+
+def test_the_text_of_a_token_is_what_it_is_inside_a_sentence() -> None:
+    assert [TokenText(WordTokenizer()).of(token_id) for token_id in range(3)] == ["a", " Paris", "is"]
+    assert [TokenText(ByteTokenizer()).of(token_id) for token_id in b" \xe2"] == [" ", "\ufffd"]
 
 
 TEXT = st.text(alphabet="abé€🎉 ", max_size=40)

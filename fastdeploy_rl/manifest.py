@@ -30,6 +30,8 @@ MAX_NAME_BYTES: Final = 512
 MAX_DIMENSIONS: Final = 8
 MAX_RUNS: Final = 8192
 """Of one fused tensor. All runs of a manifest together count against MAX_TENSORS."""
+MAX_PIECES: Final = 65536
+"""Runs times parts of one fused tensor: what planning for it may cost."""
 ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
@@ -347,6 +349,10 @@ def _check_fused(tensor: Tensor, fused: Fused) -> None:
         raise ManifestError(f"{tensor.name}: fused axis {fused.axis} is no axis of shape {list(tensor.shape)}")
     if not 1 <= len(fused.runs) <= MAX_RUNS:
         raise ManifestError(f"{tensor.name}: fused of {len(fused.runs)} runs; 1 to {MAX_RUNS} are allowed")
+    if len(fused.runs) * len(tensor.parts) > MAX_PIECES:
+        raise ManifestError(
+            f"{tensor.name}: {len(fused.runs)} runs in {len(tensor.parts)} parts are more than {MAX_PIECES} pieces"
+        )
     for run in fused.runs:
         _check_name(run.name)
         _check_counts(tensor.name, run.start, run.stop)

@@ -10,12 +10,13 @@ All offsets, strides and sizes are in bytes. A plan holds for the manifest it wa
 tensors are split, not where in a segment they lie.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from math import prod
-from operator import mul
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -463,10 +464,11 @@ def _blocks(stored: _Stored, wanted: Spans) -> Iterator[_Block]:
     spans = wanted if stored.axis == WHOLE else _cut(wanted, stored.axis, stored.start, stored.stop)
     whole_strides = _logical_strides(stored, stored.shape)
     shard = WHOLE if stored.shard_axis is None else _logical_axis(stored, stored.shard_axis)
-    for part, (start, stop) in enumerate(stored.cuts):
+    back = shift if shard == stored.axis else 0
+    for part in range(len(stored.cuts)) if shard == WHOLE else _parts_within(stored.cuts, spans[shard], back):
         held, strides, source = spans, whole_strides, 0
         if shard != WHOLE:
-            back = shift if shard == stored.axis else 0
+            start, stop = stored.cuts[part]
             held = _cut(spans, shard, start - back, stop - back)
             strides = _logical_strides(stored, _part_shape(stored, stop - start))
             source = -start * strides[shard]
@@ -477,6 +479,12 @@ def _blocks(stored: _Stored, wanted: Spans) -> Iterator[_Block]:
             source += shift * strides[stored.axis]
             whole = shift * whole_strides[stored.axis]
         yield _Block(part, held, source, strides, whole, whole_strides)
+
+
+def _parts_within(cuts: Spans, span: tuple[int, int], back: int) -> range:
+    """Numbers of the parts that hold some of these indices; `back` is how far stored ones are ahead of logical ones."""
+    first = bisect_right(cuts, span[0] + back, key=itemgetter(1))
+    return range(first, max(first, bisect_left(cuts, span[1] + back, key=itemgetter(0))))
 
 
 def _cut(spans: Spans, axis: int, start: int, stop: int) -> Spans:

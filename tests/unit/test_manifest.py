@@ -320,6 +320,10 @@ def test_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "MAX_RUNS", 3)
     with pytest.raises(ManifestError, match="fused of 4 runs; 1 to 3"):
         decode(encode(manifest))
+    monkeypatch.setattr(manifest_module, "MAX_RUNS", 4)
+    monkeypatch.setattr(manifest_module, "MAX_PIECES", 3)
+    with pytest.raises(ManifestError, match="qkv: 4 runs in 1 parts are more than 3 pieces"):
+        decode(encode(manifest))
 
 
 LOCATORS = ["", ".", "..", "/arena", "a/b", "../arena", "a b", "a\n", "a\0", "é", "x" * 201, "C:\\x", "%2e"]

@@ -166,7 +166,7 @@ def cases(draw: st.DrawFn) -> tuple[Publication, list[ParameterSpec], int]:
     return Publication(*sources), specs, num_ranks
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(cases())
 def test_every_byte_lands_where_slicing_puts_it(case: tuple[Publication, list[ParameterSpec], int]) -> None:
     publication, specs, num_ranks = case
@@ -181,7 +181,7 @@ def test_every_byte_lands_where_slicing_puts_it(case: tuple[Publication, list[Pa
             assert live_sum(parameter, live) == of_bytes(live)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(cases())
 def test_what_all_ranks_count_adds_up_to_the_manifest(case: tuple[Publication, list[ParameterSpec], int]) -> None:
     publication, specs, num_ranks = case
@@ -191,7 +191,7 @@ def test_what_all_ranks_count_adds_up_to_the_manifest(case: tuple[Publication, l
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(cases())
 def test_every_source_byte_is_owned_by_exactly_one_region(case: tuple[Publication, list[ParameterSpec], int]) -> None:
     publication, specs, num_ranks = case
@@ -204,7 +204,7 @@ def test_every_source_byte_is_owned_by_exactly_one_region(case: tuple[Publicatio
     assert all((times == 1).all() for times in counted.values())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(cases())
 def test_an_alias_is_the_parameter_as_published(case: tuple[Publication, list[ParameterSpec], int]) -> None:
     publication, specs, num_ranks = case

@@ -353,7 +353,7 @@ def plans_of(case: Case) -> list[Plan]:
     return [make_plan(manifest, case.specs, rank, case.num_ranks) for rank in range(case.num_ranks)]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(cases())
 def test_every_rank_holds_what_numpy_says_and_receipts_add_up(case: Case) -> None:
     plans, segments, manifest = plans_of(case), case.publication.segments, case.publication.manifest
@@ -370,7 +370,7 @@ def test_every_rank_holds_what_numpy_says_and_receipts_add_up(case: Case) -> Non
     assert sums_read(plans, segments, manifest) == {tensor.name: tensor.checksum for tensor in manifest.tensors}
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(cases(), st.integers(1, 3))
 def test_the_native_core_moves_and_sums_up_what_was_planned(case: Case, num_threads: int) -> None:
     manifest, mapped = case.publication.manifest, case.publication.mapped()

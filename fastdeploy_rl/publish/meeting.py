@@ -102,6 +102,7 @@ class Meeting:
         self._bell: _native.Mapping | None = None
         self._read: dict[int, tuple[tuple[int, int], Offer]] = {}
         self._has_offered = False
+        self._seen: set[int] = set()  # parts that were alive when last looked at: only they can be lost
 
     def open(self) -> None:
         self._remove_offer()
@@ -156,7 +157,6 @@ class Meeting:
         outcome = self._outcome()
         decided = set(outcome.nonces) if outcome else set()
         published = self._published_segments()
-        seen: set[int] = set()
         while True:
             bell = self._look()
             offers = {
@@ -167,7 +167,7 @@ class Meeting:
             ready = {index: offer for index, offer in offers.items() if self._is_ready(index, offer, step)}
             if len(ready) == self.part.count - 1:
                 return [ready[index] for index in sorted(ready)]
-            self._check_missing(step, ready, seen, deadline_ns)
+            self._check_missing(step, ready, deadline_ns)
             self._wait(bell, deadline_ns)
 
     def _is_ready(self, index: int, offer: Offer, step: int) -> bool:
@@ -186,19 +186,24 @@ class Meeting:
             )
         return not offer.error
 
-    def _check_missing(self, step: int, ready: dict[int, Offer], seen: set[int], deadline_ns: int) -> None:
+    def _check_missing(self, step: int, ready: dict[int, Offer], deadline_ns: int) -> None:
         missing = [index for index in range(1, self.part.count) if index not in ready]
         for index in missing:
-            if self._is_alive(index):
-                seen.add(index)
-            elif index in seen:
-                raise PeerLostError(f"{self._named(index)} died before it published step {step}; start it again")
+            self._check_not_lost(index, step)
         if time.monotonic_ns() >= deadline_ns:
-            states = [
-                f"{self._named(index)} {'has not published it' if index in seen else 'is not running'}"
-                for index in missing
-            ]
-            raise DeadlineExceededError(f"step {step} is not complete: {'; '.join(states)}")
+            states = "; ".join(f"{self._named(index)} {self._state(index)}" for index in missing)
+            raise DeadlineExceededError(f"step {step} is not complete: {states}")
+
+    def _state(self, index: int) -> str:
+        return "has not published it" if self._is_alive(index) else "is not running"
+
+    def _check_not_lost(self, index: int, step: int) -> None:
+        """PeerLostError for a part that was seen alive and is dead now; said once, then it may come back."""
+        if self._is_alive(index):
+            self._seen.add(index)
+        elif index in self._seen:
+            self._seen.remove(index)
+            raise PeerLostError(f"{self._named(index)} died before step {step} was published; start it again")
 
     def _check_standing(self, offers: Sequence[Offer]) -> None:
         for index, offer in enumerate(offers, 1):
@@ -209,7 +214,9 @@ class Meeting:
                 )
 
     def _live_offers(self) -> list[tuple[int, Offer]]:
-        found = ((index, self._standing(index)) for index in range(1, self.part.count) if self._is_alive(index))
+        alive = [index for index in range(1, self.part.count) if self._is_alive(index)]
+        self._seen.update(alive)
+        found = ((index, self._standing(index)) for index in alive)
         return [(index, offer) for index, offer in found if offer is not None]
 
     def _published_segments(self) -> set[tuple[str, int]]:
@@ -250,10 +257,9 @@ class Meeting:
         self._write_offer(Offer(secrets.token_hex(8), self.part.count, step, None, name, text))
 
     def _await_decision(self, offer: Offer, seen: Latest | None, deadline_ns: int) -> Found | FastDeployRLError:
-        was_alive = False
         while True:
             bell = self._look()
-            is_leader_alive = self._is_alive(0)
+            lost = self._lost_leader(offer.step)
             latest = self._channel.read_latest()
             if latest is not None and latest != seen:
                 found = self._manifest_with(offer, latest)
@@ -263,13 +269,19 @@ class Meeting:
             outcome = self._outcome()
             if outcome is not None and offer.nonce in outcome.nonces:
                 raise from_wire(outcome.error, outcome.text)
-            if was_alive and not is_leader_alive:
-                return PeerLostError(f"{self._named(0)} died before step {offer.step} was published")
-            was_alive = is_leader_alive
+            if lost is not None:
+                return lost
             if time.monotonic_ns() >= deadline_ns:
-                state = "did not publish it in time" if was_alive else "is not running"
-                return DeadlineExceededError(f"step {offer.step} is not complete: {self._named(0)} {state}")
+                return DeadlineExceededError(f"step {offer.step} is not complete: {self._named(0)} {self._state(0)}")
             self._wait(bell, deadline_ns)
+
+    def _lost_leader(self, step: int) -> PeerLostError | None:
+        """Looked at before its last words are read."""
+        try:
+            self._check_not_lost(0, step)
+        except PeerLostError as error:
+            return error
+        return None
 
     def _withdraw(self, offer: Offer, failure: FastDeployRLError) -> Found:
         with self._deciding(time.monotonic_ns() + _GRACE_NS):

@@ -56,6 +56,7 @@ class IpcSource:
         if self._reader is not None and not self._reader.is_current:
             self._former.append(self._reader)  # what is leased there stays so until it is released
             self._reader = None
+        self._close_idle_former()
         if self._reader is None:
             self._reader = _ChannelReader.open(self._channel)
         staged = self._reader.stage(resolved.manifest)
@@ -64,6 +65,7 @@ class IpcSource:
 
     def trim(self) -> None:
         """Unmaps the segments that nobody uses now."""
+        self._close_idle_former()
         if self._reader is not None:
             self._reader.trim()
 
@@ -76,6 +78,13 @@ class IpcSource:
         readers = [*self._former, *([self._reader] if self._reader else [])]
         self._former, self._reader = [], None
         for reader in readers:
+            reader.close()
+
+    def _close_idle_former(self) -> None:
+        """Lets go of channels that were replaced and from which nothing is staged any more."""
+        idle = [reader for reader in self._former if reader.is_idle]
+        self._former = [reader for reader in self._former if reader not in idle]
+        for reader in idle:
             reader.close()
 
 
@@ -121,6 +130,7 @@ class _ChannelReader:
         self._holder = holder
         self._resources = resources
         self._kept: dict[str, SharedSegment] = {}
+        self._staged: list[IpcStaged] = []
 
     @classmethod
     def open(cls, channel: Channel) -> "_ChannelReader":
@@ -136,7 +146,14 @@ class _ChannelReader:
             leases = [self._lease(segment, undo) for segment in manifest.segments]
             segments = [self._map(segment, undo) for segment in manifest.segments]
             undo.pop_all()
-            return IpcStaged(leases, segments, self._keep)
+            staged = IpcStaged(leases, segments, self._keep)
+        self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
+        return staged
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing that was staged here is held."""
+        return all(staged.is_released for staged in self._staged)
 
     @property
     def is_current(self) -> bool:

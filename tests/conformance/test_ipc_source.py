@@ -1,5 +1,6 @@
 """The `ipc` source: the common suite, and what only shared memory has."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,70 @@ def test_a_closed_publisher_takes_nothing_from_those_who_hold_a_lease(source: Ip
             publisher.publish(weights(step + 10), step=step, deadline_s=0.05)
         assert_holds(resolved.manifest, staged.segments, weights(1))
         staged.release()
+
+
+def test_mappings_are_kept_for_the_next_version_until_they_are_trimmed(
+    source: IpcSource, publisher: WeightPublisher
+) -> None:
+    mapped = []
+    for step in (1, 2, 3):
+        publisher.publish(weights(step), step=step)
+        resolved = source.resolve(None, deadline_ns=soon())
+        staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+        mapped += staged.segments
+        staged.release()
+    assert mapped[2] is mapped[0]
+    assert not any(mapping.is_closed for mapping in mapped)
+    source.trim()
+    assert all(mapping.is_closed for mapping in mapped)
+    publisher.publish(weights(4), step=4)
+    staged = source.stage(source.resolve(None, deadline_ns=soon()), plan_of(resolved.manifest), deadline_ns=soon())
+    assert_holds(source.resolve(None, deadline_ns=soon()).manifest, staged.segments, weights(4))
+    staged.release()
+
+
+def test_memory_of_a_retired_publication_is_not_kept(source: IpcSource, channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        resolved = source.resolve(None, deadline_ns=soon())
+        staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+        mapping = staged.segments[0]
+    assert not mapping.is_closed
+    staged.release()
+    assert mapping.is_closed
+
+
+def test_a_channel_made_anew_is_followed_and_the_old_one_let_go(source: IpcSource, channel: Path) -> None:
+    held = []
+    for step in (1, 2):
+        with WeightPublisher(channel) as publisher:
+            publisher.publish(weights(step), step=step)
+            resolved = source.resolve(None, deadline_ns=soon())
+            staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+            held.append((resolved.manifest, staged))
+        shutil.rmtree(channel)
+    for step, (manifest, staged) in enumerate(held, 1):
+        assert_holds(manifest, staged.segments, weights(step))
+        staged.release()
+    source.trim()
+    assert len(source._former) == 0
+
+
+def test_borrowed_memory_that_its_trainer_took_back_is_not_staged(
+    source: IpcSource, publisher: WeightPublisher
+) -> None:
+    memory = publisher.allocate({"w": ("F32", (8,))})
+    published = publisher.publish(memory, step=1, borrow=True)
+    resolved = source.resolve(None, deadline_ns=soon())
+    published.wait_released(1)
+    with pytest.raises(NoPublicationError, match="taken back by its trainer"):
+        source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+    memory["w"][:] = 1
+    publisher.publish(memory, step=2, borrow=True)
+    resolved = source.resolve(None, deadline_ns=soon())
+    staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+    assert_holds(resolved.manifest, staged.segments, dict(memory))
+    staged.release()
 
 
 def test_parameters_may_alias_published_memory_through_dlpack(source: IpcSource, publisher: WeightPublisher) -> None:

@@ -14,6 +14,8 @@ import pytest
 from publication_peer import weights
 
 from fastdeploy_rl import checksum
+from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -28,6 +30,8 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.leases import LeaseTable
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.publish.trainer_memory import TrainerMemory
+from fastdeploy_rl.update.client import BoardClient
+from tests.process.numpy_engine import NumpyEngine
 
 Start = Callable[[str], "subprocess.Popen[str]"]
 WANTED = {name: ("F32", array.shape) for name, array in weights(0).items()}
@@ -181,6 +185,27 @@ def test_a_copy_of_borrowed_memory_may_be_published_at_any_time(
     assert borrowed.manifest.tensors[0].checksum == copied.manifest.tensors[0].checksum
     borrowed.wait_released(0.1)
     borrowed.wait_released(0.1)
+
+
+def test_an_engine_that_serves_from_the_trainers_memory_lets_go_of_it_when_cleared(
+    publisher: WeightPublisher, channel: Path
+) -> None:
+    """FastDeploy's cycle on one machine: update, clear, train, update."""
+    model = NumpyModel((ParameterSpec("w", "F32", (8, 6), 0), ParameterSpec("norm", "F32", (6,), None)))
+    memory = publisher.allocate({"w": ("F32", (8, 6)), "norm": ("F32", (6,))})
+    with NumpyEngine(model, channel=channel, num_ranks=2) as engine, BoardClient(engine.port) as client:
+        for step in (1, 2, 3):
+            memory["w"][:] = step
+            memory["norm"][:] = -step
+            published = publisher.publish(memory, step=step, borrow=True)
+            report = client.update(published.version)
+            assert report.receipt.content_digest == published.manifest.content_digest
+            assert engine.holds(dict(memory))
+            with pytest.raises(DeadlineExceededError, match=rf"on version {published.version}"):
+                published.wait_released(0.1)
+            assert client.receipt(recompute=True) == report.receipt
+            client.clear()
+            published.wait_released(60)
 
 
 # --- what is published -----------------------------------------------------------------------------

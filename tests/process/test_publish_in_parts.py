@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from part_peer import NAMES, whole
+from part_peer import NAMES, SHAPE, whole
 
 from fastdeploy_rl import checksum
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.errors import ChannelBusyError, ConfigurationError
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
@@ -25,6 +26,8 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
+from fastdeploy_rl.update.client import BoardClient
+from tests.process.numpy_engine import NumpyEngine
 
 HALVES = ({"whole": ["norm"], "shards": {"w": [0, 0, 4]}}, {"whole": ["norm", "v"], "shards": {"w": [0, 4, 8]}})
 
@@ -178,6 +181,23 @@ def _await_file(path: Path) -> None:
         time.sleep(0.01)  # the other process writes the file; the loop is bounded by the deadline above
 
 
+def test_an_engine_serves_from_the_memory_of_two_trainers(world: World) -> None:
+    model = NumpyModel((ParameterSpec("w", "F32", SHAPE, 0), ParameterSpec("v", "F32", SHAPE, None)))
+    parts = [world.start(index, 2) for index in (0, 1)]
+    with NumpyEngine(model, channel=world.channel, num_ranks=2) as engine, BoardClient(engine.port) as client:
+        for step in (1, 2, 3):
+            parts[0].ask(step, shards={"w": [0, 0, 4]})
+            parts[1].ask(step, shards={"w": [0, 4, 8]}, whole=["v"])
+            digests = {part.answer()["digest"] for part in parts}
+            report = client.update()
+            assert {report.receipt.content_digest} == digests
+            assert [rank.copied_bytes for rank in report.ranks] == [0, 0]
+            assert engine.holds({name: whole(name, step) for name in ("w", "v")})
+        parts[1].kill()
+        assert client.receipt(recompute=True) == report.receipt
+    parts[0].end()
+
+
 # --- who is missing --------------------------------------------------------------------------------
 
 
@@ -212,21 +232,23 @@ def test_a_part_waits_for_part_0_and_names_it(world: World) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_part_that_dies_while_the_other_waits_is_named_at_once_and_may_come_back(world: World, victim: int) -> None:
     parts = [world.start(index, 3) for index in (0, 1, 2)]
+    for part, names in zip(parts, (["w"], ["v"], ["norm"]), strict=True):
+        part.ask(1, whole=names)
+    assert [part.answer()["version"] for part in parts] == ["1.1"] * 3
+    before = world.latest()
     waiting = 1 - victim
-    parts[waiting].ask(1, whole=["v"], deadline_s=60)
-    if waiting:
-        _await_file(world.channel / "OFFER.1")
+    parts[waiting].ask(2, whole=["v"], deadline_s=60)
     parts[victim].process.send_signal(signal.SIGKILL)
     parts[victim].process.wait(10)
     answer = parts[waiting].answer()
     assert answer["error"] == "PeerLostError"
     assert f"part {victim} (pid {parts[victim].process.pid}) died" in answer["text"]
-    assert world.latest() == ""
+    assert world.latest() == before
     parts[victim] = world.start(victim, 3)
     for part, names in zip(parts, (["w"], ["v"], ["norm"]), strict=True):
-        part.ask(1, whole=names)
+        part.ask(2, whole=names)
     answers = [part.answer() for part in parts]
-    assert [answer.get("version") for answer in answers] == [f"{1 if victim else 2}.1"] * 3
+    assert [answer.get("version") for answer in answers] == [f"{1 if victim else 2}.2"] * 3
 
 
 def test_an_offer_of_a_dead_part_does_not_count(world: World) -> None:

@@ -178,6 +178,7 @@ def test_the_manifest_page_has_the_limits_of_the_code() -> None:
         f"1 to {manifest.MAX_NAME_BYTES} bytes",
         f"at most {manifest.MAX_DIMENSIONS} dimensions",
         f"at most {manifest.MAX_RUNS}",
+        f"at most {manifest.MAX_PIECES:,}",
         f"a multiple of {manifest.ALIGNMENT}",
         f"`{manifest.FORMAT}`",
     ):

@@ -295,13 +295,7 @@ def test_a_part_started_for_another_count_is_named(world: World) -> None:
     ("first", "second", "text"),
     [
         ({"whole": ["v"]}, {"whole": ["v"], "changed": ["v"]}, "'v' has different values on part 0 and on part 1"),
-        ({"shards": {"w": [0, 0, 4]}}, {"shards": {"w": [0, 5, 8]}}, r"'w': nobody has \[4, 5\) of axis 0"),
         ({"shards": {"w": [0, 0, 4]}}, {"shards": {"w": [0, 4, 7]}}, r"'w': nobody has \[7, 8\) of axis 0"),
-        ({"shards": {"w": [0, 0, 5]}}, {"shards": {"w": [0, 4, 8]}}, r"'w': there is more than one owner of \[4, 5\)"),
-        ({"shards": {"w": [0, 0, 4]}}, {"shards": {"w": [1, 6, 12]}}, "'w' is F32 .* cut along axis 0 on part 0"),
-        ({"whole": ["w"]}, {"shards": {"w": [1, 6, 12]}}, "'w' is F32 .* whole on part 0 and .* cut along axis 1"),
-        ({"whole": ["v"]}, {"whole": ["w"], "layout": "tp:2"}, "different layouts: full, tp:2"),
-        ({"whole": ["v", "w"]}, {"whole": ["w"], "tied": {"v": "w"}}, "'v' is the same tensor as 'w' on part 1"),
     ],
 )
 def test_what_does_not_fit_together_is_named_to_both_and_changes_nothing(

@@ -198,6 +198,7 @@ class CudaIpcSuite:
             assert imports.num_open == 1
             imported.release()
             assert imports.num_open == 0
+            assert ".table" not in Path("/proc/self/maps").read_text()
         machine.check(opens=1, closes=1, live_allocations=0, live_openings=0)
 
     def test_what_the_dead_left_is_taken_away_by_the_next(

@@ -58,7 +58,10 @@ def visible_devices() -> list[CudaDevice]:
     driver, but makes no context on any device.
     """
     driver = open_driver()
-    devices = [device_of(driver, index) for index in range(driver.num_devices)]
+    try:
+        devices = [device_of(driver, index) for index in range(driver.num_devices)]
+    except _native.CudaDriverError as error:
+        raise CudaUnavailableError(_why_unavailable(config.libcuda_path(), *error.args)) from error
     if not devices:
         raise CudaUnavailableError(f"the CUDA driver lists no device{_what_hides()}")
     return devices
@@ -129,7 +132,7 @@ def _explain(position: int, text: str, devices: Sequence[CudaDevice]) -> Selecti
 def _why_unavailable(path: str, call: str, code: int, name: str, text: str) -> str:
     if call in {"dlopen", "dlsym"}:
         return f"no CUDA driver: {text} (FASTDEPLOY_RL_LIBCUDA names another library)"
-    return f"the CUDA driver {path} does not start: {call}: {name} {code}, {text}{_what_hides()}"
+    return f"the CUDA driver {path} gives no devices: {call}: {name} {code}, {text}{_what_hides()}"
 
 
 def _what_hides() -> str:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,21 @@ def test_an_engine_that_serves_from_the_trainers_memory_lets_go_of_it_when_clear
             assert client.receipt(recompute=True) == report.receipt
             client.clear()
             published.wait_released(60)
+
+
+def test_each_part_takes_back_its_own_memory(channel: Path) -> None:
+    with WeightPublisher(channel, part=(0, 2)) as first, WeightPublisher(channel, part=(1, 2)) as second:
+        memories = [first.allocate({"a": ("F32", (4,))}), second.allocate({"b": ("F32", (4,))})]
+        for step in (1, 2):
+            with ThreadPoolExecutor(1) as other:
+                pending = other.submit(second.publish, memories[1], step=step, borrow=True)
+                published = first.publish(memories[0], step=step, borrow=True)
+            assert pending.result().manifest == published.manifest
+            assert [(s.publisher, s.is_borrowed) for s in published.manifest.segments] == [(0, True), (1, True)]
+            with pytest.raises(LifecycleError, match="wait_released"):
+                second.publish(memories[1], step=step + 1, borrow=True, deadline_s=0.1)
+            for own in (published, pending.result()):
+                own.wait_released(1)
 
 
 # --- what is published -----------------------------------------------------------------------------

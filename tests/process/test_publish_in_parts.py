@@ -58,7 +58,7 @@ class Part:
 
 
 class World:
-    """All parts on one channel; what still runs at the end is killed."""
+    """All parts on one channel; what still runs at the end is killed, and what it left is removed."""
 
     def __init__(self, channel: Path, stack: ExitStack) -> None:
         self.channel = channel
@@ -70,6 +70,10 @@ class World:
         self._stack.callback(part.process.kill)
         part.answer()
         return part
+
+    def retire(self) -> None:
+        if self.channel.exists():
+            retire(self.channel)
 
     def latest(self) -> str:
         path = self.channel / "LATEST"

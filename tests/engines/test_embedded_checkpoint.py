@@ -1,6 +1,7 @@
 """Checkpoints: every slice of every layout and dtype exact, and a broken one is one clear error."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from tiny_llama import config, generate, make_checkpoint, open_runner, random_tensors, run_python
 
+from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint, save_checkpoint
-from fastdeploy_rl.engines.embedded.model_config import read_config
+from fastdeploy_rl.engines.embedded.model_config import RopeScaling, parameter_specs, read_config
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
@@ -303,6 +305,7 @@ def test_vocabulary_that_does_not_divide_is_padded_with_zeros(tmp_path: Path, nu
         ({"model_type": None}, ConfigurationError, "model_type: .* the model needs None"),
         ({"model_type": ["llama"]}, ConfigurationError, "model_type: .* the model needs .'llama'."),
         ({"use_sliding_window": True}, ConfigurationError, "use_sliding_window"),
+        ({"use_mrope": True}, ConfigurationError, "use_mrope"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ConfigurationError, "layer_types"),
         ({"quantization_config": {"quant_method": "fp8"}}, ConfigurationError, "quantization_config: .*fp8"),
         ({"partial_rotary_factor": 0.5}, ConfigurationError, "partial_rotary_factor"),
@@ -366,6 +369,84 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
     read = read_config(directory)
     assert (read.num_key_value_heads, read.head_dim, read.max_position_embeddings) == (kv_heads, head_dim, positions)
     assert (read.rms_norm_eps, read.rope_theta, read.tie_word_embeddings) == (1e-6, 10000.0, False)
+
+
+PUBLISHED = {
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 21,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("Qwen2.5-0.5B", 494_032_768), ("Qwen3-0.6B", 596_049_920), ("Llama-3.2-1B", 1_235_814_400)],
+)
+def test_published_models_have_as_many_parameters_as_they_are_said_to(
+    directory: Path, name: str, num_parameters: int
+) -> None:
+    (directory / "config.json").write_text(json.dumps({"hidden_act": "silu", "eos_token_id": [2, 3]} | PUBLISHED[name]))
+    config = read_config(directory)
+    specs = [spec for spec in parameter_specs(config) if spec.coverage is Coverage.UPDATED]
+    assert sum(math.prod(spec.shape) for spec in specs) == num_parameters
+    assert config.rope_scaling == (RopeScaling(32.0, 1.0, 4.0, 8192) if name.startswith("Llama") else None)
 
 
 def test_stop_tokens_of_both_files_count(directory: Path) -> None:

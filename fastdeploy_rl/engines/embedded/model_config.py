@@ -286,6 +286,7 @@ def _generation_stop_tokens(directory: Path) -> tuple[int, ...]:
 _FIXED = {
     "hidden_act": "silu",
     "use_sliding_window": False,
+    "use_mrope": False,
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
     "original_max_position_embeddings": None,

@@ -297,7 +297,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "target rows overlap": {"target_stride": 4},
     "target too small for the wider type": {"cast": "BF16_F32", "target_stride": 16},
     "half a value": {"cast": "F32_BF16", "row_bytes": 6},
-    "unknown cast": {"cast": "F16_F32"},
+    "unknown cast": {"cast": "F32_F64"},
+    "same row counted again and again": {"source_stride": 0, "read_place": Place(0, 8, 32)},
+    "same row beyond the end": {"source_stride": 0, "source_offset": 25},
+    "same row too often": {"source_stride": 0, "rows": 2**61, "target": None},
     "negative offset": {"source_offset": -1},
     "negative rows": {"rows": -1},
     "product wraps": {"source_stride": 2**62, "rows": 2**62},
@@ -311,7 +314,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 def test_region_out_of_bounds_is_refused_and_touches_nothing(change: dict[str, Any]) -> None:
     source, target = random_bytes(32, 1), np.zeros(32, np.uint8)
     with pytest.raises(ValueError, match=r"\w"):
-        Region(source=source, target=target, **(BASE | change))
+        Region(**({"source": source, "target": target} | BASE | change))
     assert not target.any()
 
 
@@ -382,6 +385,32 @@ def test_rows_of_whole_blocks_are_summed_as_any_others(
     }[cast]()
     assert transfer([region], 1) == [(fletcher4(read.scatter(payload, rows)), fletcher4(live.scatter(written, rows)))]
     assert target.tobytes() == target_layout.scatter(written, rows)
+
+
+@pytest.mark.parametrize("row_bytes", [1, 7, 64, 1000])
+def test_one_row_again_and_again_fills_every_row_of_the_target(row_bytes: int) -> None:
+    """As the rows of zeros that pad a vocabulary: only what is written is summed."""
+    row, target = random_bytes(row_bytes + 3, 8), np.zeros(9 * row_bytes, np.uint8)
+    region = Region(
+        source=row,
+        source_offset=3,
+        source_stride=0,
+        rows=9,
+        row_bytes=row_bytes,
+        target=target,
+        target_stride=row_bytes,
+        live_place=Place(0, row_bytes, target.size),
+    )
+    assert transfer([region], 1) == [(None, fletcher4(row[3:].tobytes() * 9))]
+    assert target.tobytes() == row[3:].tobytes() * 9
+
+
+def test_row_that_is_repeated_into_itself_is_refused() -> None:
+    buffer = random_bytes(64, 1)
+    before = buffer.copy()
+    with pytest.raises(ValueError, match="overlap"):
+        Region(source=buffer, target=buffer, target_offset=24, **(BASE | {"source_offset": 31, "source_stride": 0}))
+    np.testing.assert_array_equal(buffer, before)
 
 
 def test_source_that_overlaps_its_target_is_refused() -> None:

@@ -20,6 +20,7 @@ from bench_decode import decode_rows
 from bench_laws import law_rows
 from bench_manager import manager_rows
 from bench_memory import memory_rows
+from bench_native import native_rows
 from bench_row import Row
 from bench_updates import update_rows
 from bench_words import word_rows
@@ -29,6 +30,7 @@ from rich.table import Table
 from fastdeploy_rl import _native
 
 GROUPS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "native": lambda arguments: native_rows(arguments.runs),
     "laws": lambda arguments: law_rows(arguments.runs),
     "update": lambda arguments: update_rows(arguments.runs),
     "wake-up": lambda arguments: word_rows(),

@@ -371,6 +371,30 @@ def test_retiring_while_another_part_lives_changes_nothing(world: World) -> None
     retire(world.channel)
 
 
+def test_parts_killed_at_any_moment_leave_all_of_a_version_or_nothing(world: World) -> None:
+    names = (["w"], ["v"], ["norm"])
+    parts = [world.start(index, 3) for index in range(3)]
+    for step in range(1, 10):
+        for part, own in zip(parts, names, strict=True):
+            part.ask(step, whole=own, deadline_s=20)
+        victim = step % 4  # 3: nobody
+        if victim < 3:
+            time.sleep(0.004 * step)  # a moment, so that the kill falls into copying, offering or deciding
+            parts[victim].kill()
+        answers = [part.answer() for index, part in enumerate(parts) if index != victim]
+        is_published = "version" in answers[0]
+        assert all(("version" in answer) == is_published for answer in answers)
+        assert is_published or victim < 3
+        if world.latest():
+            version, found = _read(world.channel)
+            assert set(found) == {"w", "v", "norm"}
+            found_step = int(version.partition(".")[2])
+            assert found_step == step or not is_published
+            assert all(value.tobytes() == whole(name, found_step).tobytes() for name, value in found.items())
+        if victim < 3:
+            parts[victim] = world.start(victim, 3)
+
+
 def test_a_publisher_alone_takes_over_what_several_left(world: World) -> None:
     parts = [world.start(index, 2) for index in (0, 1)]
     for part, tensors in zip(parts, HALVES, strict=True):

@@ -272,25 +272,17 @@ class _Slot(NamedTuple):
 def _plan_parameter(
     spec: ParameterSpec, feeds: Sequence[LogicalTensor], counts: Sequence[bool], rank: int, num_ranks: int
 ) -> PlannedParameter:
-    sizes = tuple(part.size for part in spec.fused)
-    item = itemsize(spec.dtype)
+    sizes, item = tuple(part.size for part in spec.fused), itemsize(spec.dtype)
     local_shape, slots = _local(
         spec.shape, item, spec.shard_axis, spec.is_transposed, sizes, spec.fused_axis, rank, num_ranks
     )
-    owner = rank == 0 or spec.shard_axis is not None
     written: list[PlannedRegion] = []
     read: list[PlannedRegion] = []
     for slot, logical, is_first in zip(slots, feeds, counts, strict=True):
-        cast = cast_between(logical.dtype, spec.dtype)
-        if cast is None:
-            raise StepFailedError(f"{spec.name}: no cast from {logical.dtype} to {spec.dtype}")
-        if spec.vocab_rows is None:
-            written += _copies(logical, slot, cast, is_first and owner)
-        else:
-            written += _copies(logical, _with_tokens(slot, spec.vocab_rows), cast, is_first and owner)
-            written += _zeros(slot, spec.vocab_rows)
-            if is_first and rank == 0:
-                read += _reads(logical, spec.vocab_rows)
+        owns_read = is_first and (rank == 0 or spec.shard_axis is not None)
+        written += _filled(logical, slot, spec, owns_read)
+        if spec.vocab_rows is not None and is_first and rank == 0:
+            read += _reads(logical, spec.vocab_rows)
     regions = _joined(written)
     why_not = _why_not_alias(feeds, spec, regions)
     return PlannedParameter(
@@ -303,6 +295,18 @@ def _plan_parameter(
         alias=None if why_not else _alias_source(feeds[0].pieces[0].tensor, regions),
         why_not_alias=why_not,
     )
+
+
+def _filled(logical: LogicalTensor, slot: _Slot, spec: ParameterSpec, owns_read: bool) -> Iterator[PlannedRegion]:
+    """All of a slot: what is published, and zeros where a vocabulary is padded."""
+    cast = cast_between(logical.dtype, spec.dtype)
+    if cast is None:
+        raise StepFailedError(f"{spec.name}: no cast from {logical.dtype} to {spec.dtype}")
+    if spec.vocab_rows is None:
+        yield from _copies(logical, slot, cast, owns_read)
+        return
+    yield from _copies(logical, _with_tokens(slot, spec.vocab_rows), cast, owns_read)
+    yield from _zeros(slot, spec.vocab_rows)
 
 
 def _plan_reading(logical: LogicalTensor) -> PlannedParameter:

@@ -51,14 +51,10 @@ class CompletionService:
         """RequestError for a model, prompt or length that cannot be. Starts nothing."""
         if body.model:
             self.check_model(body.model)
+        # Before any of them is made: a small body can ask for a hundred million choices.
+        self._check_num_choices(1 if isinstance(body, ChatBody) else len(body.prompts), body.num_choices)
         prompts = list(self._prompts(body))
         requests = [self._request(body, prompt, number) for prompt in prompts for number in range(body.num_choices)]
-        if len(requests) > self.engine.max_requests:
-            raise RequestError(
-                f"{len(prompts)} prompts with `n` = {body.num_choices} are {len(requests)} choices, and the engine "
-                f"takes {self.engine.max_requests} at once; send fewer",
-                param="prompt" if len(prompts) > 1 else "n",
-            )
         response = ResponseFormat.begin(
             model=self.model_name,
             is_chat=isinstance(body, ChatBody),
@@ -69,12 +65,20 @@ class CompletionService:
         )
         return RunningCompletion(self, requests, response, body.stop_strings, sum(map(len, prompts)))
 
+    def _check_num_choices(self, num_prompts: int, num_choices: int) -> None:
+        wanted = num_prompts * num_choices
+        if wanted > self.engine.max_requests:
+            raise RequestError(
+                f"{num_prompts} prompts with `n` = {num_choices} are {wanted} choices, and the engine takes "
+                f"{self.engine.max_requests} at once; send fewer",
+                param="prompt" if num_prompts > 1 else "n",
+            )
+
     def _prompts(self, body: Body) -> Iterator[list[int]]:
         if isinstance(body, ChatBody):
             yield self.tokenizer.apply_chat_template([message.as_template_message() for message in body.messages])
             return
-        prompts = body.prompts
-        for prompt in prompts:
+        for prompt in body.prompts:
             token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             self._check_token_ids(token_ids, "prompt")
             yield token_ids

@@ -228,6 +228,7 @@ def test_a_model_has_its_own_defaults_where_a_request_is_silent() -> None:
         ({"n": 129}, "n", "128"),
         ({"n": 7}, "n", "7 choices, and the engine takes 6 at once"),
         ({"prompt": ["a"] * 7}, "prompt", "7 choices"),
+        ({"prompt": [*"aaaaaa", ""]}, "prompt", "7 choices"),  # they are counted before any is looked at
         ({"best_of": 3}, "best_of", "`best_of` = 3"),
         ({"logit_bias": {"1": 200.0}}, "logit_bias[...]", "100"),
         ({"logit_bias": {"a": 2.0}}, "logit_bias", "'a'"),

@@ -82,8 +82,13 @@ class EngineUrl:
     @classmethod
     def parse(cls, text: str) -> "EngineUrl":
         """ConfigurationError for what is no http URL."""
-        parts = urlsplit(text)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(text)
+            httpx.URL(text)
+            is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except (ValueError, httpx.InvalidURL):  # an address or port that none can be
+            is_http = False
+        if not is_http:
             raise ConfigurationError(
                 f"not an engine's URL: {text[:200]!r}; expected something like http://127.0.0.1:8180"
             )
@@ -95,9 +100,9 @@ class EngineUrl:
         place = f"{self.url}{call.path}"
         try:
             yield
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise EngineNotFoundError(
-                f"no engine at {self.url}: {error}; start one with `fastdeploy-rl serve`"
+                f"no engine at {self.url}: {error or 'nobody answers'}; start one with `fastdeploy-rl serve`"
             ) from error
         except httpx.TimeoutException as error:
             raise DeadlineExceededError(

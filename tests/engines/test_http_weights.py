@@ -237,7 +237,9 @@ def test_something_that_is_no_engine_is_named() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "8182x"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "8182x", "http://[::1", "http://h:99999", "http://h:x", "http://h:0", "http://h\0"]
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="URL"):
         HttpEngine(url)

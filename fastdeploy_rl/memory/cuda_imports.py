@@ -84,14 +84,14 @@ class CudaImport:
 
     def release(self) -> None:
         """Lets go; the last user's release closes the allocation. SegmentError while tensors would lose their memory by
-        that: nothing happens then. A second call does nothing."""
-        if not self._is_released:
+        that: nothing happens then. A second call does nothing, nor does one after `CudaImports.close`."""
+        if not self._is_released and not self._opened.memory.is_closed:
             self._imports.let_go(self._key)
-            self._is_released = True
+        self._is_released = True
 
     @property
     def _memory(self) -> _native.CudaMemory:
-        if self._is_released:
+        if self._is_released or self._opened.memory.is_closed:
             raise StaleMemoryError("this import of device memory was released")
         return self._opened.memory
 
@@ -174,8 +174,9 @@ class CudaImports:
     def close(self) -> None:
         """Closes all that is open, whoever still uses it. SegmentError while tensors lie in some: that stays, and a
         later call closes it. A second close does nothing."""
-        for key, opened in list(self._opened.items()):
-            self._close(key, opened)
+        errors = [error for key, opened in list(self._opened.items()) if (error := self._try_close(key, opened))]
+        if errors:
+            raise errors[0]
         self._resources.close()
         self._device = None
 
@@ -185,6 +186,13 @@ class CudaImports:
         del self._opened[key]
         with driver_errors("closing imported device memory"):
             opened.resources.close()
+
+    def _try_close(self, key: _Key, opened: _Opened) -> SegmentError | None:
+        try:
+            self._close(key, opened)
+        except SegmentError as error:
+            return error
+        return None
 
     def _check_device(self, record: CudaRecord) -> None:
         if record.device != self.device.uuid:

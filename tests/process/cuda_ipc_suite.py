@@ -236,6 +236,27 @@ class CudaIpcSuite:
             allocation.free()
         machine.check(opens=0, frees=1, live_allocations=0)
 
+    def test_closing_the_imports_closes_all_but_what_tensors_lie_in(
+        self, machine: Machine, start: StartPeer, directory: Path
+    ) -> None:
+        peer = start()
+        records = [CudaRecord.from_json(peer.ask("allocate", text).encode()) for text in ("first", "second")]
+        imports = CudaImports(directory, machine.device)
+        imports.start()
+        kept, closed = map(imports.open, records)
+        tensor = kept.dlpack([1], "U8")
+        with pytest.raises(SegmentError, match="1 tensors lie in it"):
+            imports.close()
+        assert imports.num_open == 1
+        with pytest.raises(StaleMemoryError, match="was released"):
+            _ = closed.address
+        closed.release()
+        machine.check(closes=1, live_openings=1)
+        del tensor
+        imports.close()
+        kept.release()
+        machine.check(closes=1, live_openings=0)
+
     def test_an_allocation_stays_open_while_a_tensor_lies_in_it(
         self, machine: Machine, exporter: CudaExporter, peer: CudaPeer
     ) -> None:

@@ -19,6 +19,7 @@ from fastdeploy_rl.memory.export_table import NUM_ROWS
 MAX_RECORD_BYTES = 4096
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class CudaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,10 +34,10 @@ class CudaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exporter: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     process: Annotated[str, msgspec.Meta(max_length=128)]
     row: Annotated[int, msgspec.Meta(ge=0, lt=NUM_ROWS)]
-    nonce: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    nonce: _Positive
     handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-    base_address: _Count
-    base_bytes: _Count
+    base_address: _Positive
+    base_bytes: _Positive
     offset: _Count
     num_bytes: _Count
     format: Literal[1] = 1

@@ -126,10 +126,18 @@ class ExportTable:
     def withdraw(self, row: int, nonce: int) -> None:
         """Takes the export away; nobody can claim it from here on. SegmentError, naming the live importers, while
         there are any: it then stays as it was."""
+        # Looked at before, too: who holds a claim already must not find the export gone for the moment in between.
+        self._refuse_while_held(row)
         _native.store_u64(self._words, _row(row), 0)
+        try:
+            self._refuse_while_held(row)
+        except SegmentError:
+            _native.store_u64(self._words, _row(row), nonce)
+            raise
+
+    def _refuse_while_held(self, row: int) -> None:
         importers = self.importers(row)
         if importers:
-            _native.store_u64(self._words, _row(row), nonce)
             raise SegmentError(f"the memory is still in use by {len(importers)} importers: {'; '.join(importers)}")
 
     def revoke(self, row: int) -> None:

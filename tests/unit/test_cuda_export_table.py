@@ -60,17 +60,52 @@ def test_an_importer_that_comes_while_the_exporter_looks_gets_no_claim(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ends.exporter.add(NONCE)
-    look = ends.exporter.importers
+    look, looks = ends.exporter.importers, []
 
     def look_then_let_one_in(looked_at: int) -> list[str]:
         found = look(looked_at)
-        with pytest.raises(StaleMemoryError, match="freed this memory"):
-            ends.importer.take(row, NONCE, ends.token)
+        looks.append(found)
+        if len(looks) == 2:  # the first look is before the export is taken away
+            with pytest.raises(StaleMemoryError, match="freed this memory"):
+                ends.importer.take(row, NONCE, ends.token)
         return found
 
     monkeypatch.setattr(ends.exporter, "importers", look_then_let_one_in)
     ends.exporter.withdraw(row, NONCE)
+    assert looks == [[], []]
     assert look(row) == []
+
+
+def test_an_importer_that_comes_just_before_the_exporter_takes_it_away_keeps_its_claim(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ends.exporter.add(NONCE)
+    look, slots = ends.exporter.importers, []
+
+    def let_one_in_after_the_first_look(looked_at: int) -> list[str]:
+        found = look(looked_at)
+        if not slots:
+            slots.append(ends.importer.take(row, NONCE, ends.token))
+        return found
+
+    monkeypatch.setattr(ends.exporter, "importers", let_one_in_after_the_first_look)
+    with pytest.raises(SegmentError, match="in use by 1 importers"):
+        ends.exporter.withdraw(row, NONCE)
+    ends.importer.check(row, NONCE)
+
+
+def test_who_holds_a_claim_never_finds_the_export_gone(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ends.exporter.add(NONCE)
+    ends.importer.take(row, NONCE, ends.token)
+    look = ends.exporter.importers
+
+    def look_while_the_importer_checks(looked_at: int) -> list[str]:
+        ends.importer.check(row, NONCE)
+        return look(looked_at)
+
+    monkeypatch.setattr(ends.exporter, "importers", look_while_the_importer_checks)
+    with pytest.raises(SegmentError, match="in use by 1 importers"):
+        ends.exporter.withdraw(row, NONCE)
 
 
 def test_an_exporter_that_frees_while_the_importer_looks_is_refused(

@@ -145,6 +145,15 @@ def test_a_request_that_gave_way_keeps_its_turn() -> None:
     assert begun == ["old", "young", "young", "later"]
 
 
+def test_a_request_begins_only_where_its_first_token_finds_a_page_too() -> None:
+    scheduler, allocator = make(num_pages=3)
+    scheduler.submit("old", request(PAGE_TOKENS + 1, max_tokens=2))
+    scheduler.submit("young", request(PAGE_TOKENS))
+    advance(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting, allocator.num_free) == (1, 1, 1)
+    assert len(finish(scheduler)["young"]) == 8
+
+
 def test_preempt_all_keeps_the_order() -> None:
     scheduler, _ = make(max_num_seqs=3, max_step_tokens=8)
     for name in "abcd":

@@ -213,7 +213,7 @@ class Scheduler:
         """Room for a whole request (and the token it will make), lest it be preempted at once."""
         if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
             return False
-        return self._allocator.can_allocate(self._allocator.pages_for(len(self._waiting[0].token_ids)))
+        return self._allocator.can_allocate(self._allocator.pages_for(len(self._waiting[0].token_ids) + 1))
 
     def _advance(self, item: RunningRequest, budget: int, slices: list[SequenceSlice], new_pages: list[int]) -> int:
         """Adds the next slice of a request that runs (still); returns its number of tokens."""

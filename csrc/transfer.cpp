@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kPieceBytes = size_t{4} << 20;       // What a thread takes at a time.
 constexpr size_t kThreadedBytes = size_t{256} << 10;  // Fewer bytes are not worth a thread.
 constexpr size_t kStreamedBytes = size_t{4} << 20;    // More bytes than the inner caches keep.
-constexpr size_t kAheadBytes = size_t{4} << 10;       // Rows that are so far ahead are asked for.
+constexpr size_t kAheadBytes = size_t{8} << 10;       // Rows that are so far ahead are asked for.
 constexpr size_t kCastBlockValues = 2048;             // 8 KiB of F32 + 4 KiB of BF16 stay in the nearest cache.
 
 // Bytes of one job whose rows stay rows.

@@ -85,8 +85,8 @@ def _oldest_submitted(board: Board) -> tuple[int, int] | None:
             continue
         lock = client_lock_path(board.run_dir, layout.slot_token(word))
         if not is_alive(lock):
-            board.exchange(offset, word, SlotState.FREE)
             lock.unlink(missing_ok=True)
+            board.exchange(offset, word, SlotState.FREE)
         elif layout.slot_state(word) is SlotState.SUBMITTED:
             submitted.append((board.read_plain(RequestRecord, offset + 8).ticket, slot, word))
     return min(submitted)[1:] if submitted else None

@@ -154,19 +154,20 @@ def _slowest_steps(ranks: list[RankReport]) -> dict[str, float]:
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank as the board shows it. `pid` is for messages only: it means nothing across containers."""
+    """One rank as the board shows it. `pid` is for messages only: it means nothing across containers.
+    `heartbeat_age_s`: None before its first sign of life."""
 
     rank: int
     pid: int
     phase: str
     command: int
     version: str
-    heartbeat_age_s: float
+    heartbeat_age_s: float | None
     error: str = ""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """The engine as the board shows it. `answer` is what admission says now: "serve", or the reason to refuse."""
+    """The engine as the board shows it. `reason`: why it refuses requests, empty while `is_serving`."""
 
     port: int
     admission: str

@@ -260,7 +260,7 @@ def _rank_status(rank: int, record: layout.RankRecord, now_ns: int) -> RankStatu
         phase=record.phase or "starting",
         command=record.command,
         version=record.version,
-        heartbeat_age_s=(now_ns - record.heartbeat_ns) / 1e9 if record.heartbeat_ns else float("inf"),
+        heartbeat_age_s=(now_ns - record.heartbeat_ns) / 1e9 if record.heartbeat_ns else None,
         error=record.reason,
     )
 

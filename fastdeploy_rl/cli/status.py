@@ -46,5 +46,6 @@ def _print_status(status: "EngineStatus") -> None:
 
 
 def _rank_line(rank: "RankStatus") -> str:
-    line = f"pid {rank.pid}, {rank.phase}, version {rank.version or 'none'}, heard {rank.heartbeat_age_s:.1f} s ago"
+    heard = "not heard yet" if rank.heartbeat_age_s is None else f"heard {rank.heartbeat_age_s:.1f} s ago"
+    line = f"pid {rank.pid}, {rank.phase}, version {rank.version or 'none'}, {heard}"
     return f"{line}, {rank.error}" if rank.error else line

@@ -4,6 +4,7 @@ Owns names and labels; each label value is a word of the design. Refuses to know
 registry of its own, so that two engines in one process do not collide.
 """
 
+import math
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -80,7 +81,8 @@ class EngineMetrics:
         for state in Admission:
             self._admission.labels(state.value).set(state.value == status.admission)
         for rank in status.ranks:
-            self._heartbeat_age.labels(str(rank.rank)).set(rank.heartbeat_age_s)
+            age_s = math.inf if rank.heartbeat_age_s is None else rank.heartbeat_age_s
+            self._heartbeat_age.labels(str(rank.rank)).set(age_s)
         self._requests_now.labels("running").set(load.num_running)
         self._requests_now.labels("waiting").set(load.num_waiting)
         self._kv_pages.labels("free").set(load.num_free_pages)

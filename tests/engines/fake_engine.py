@@ -150,7 +150,10 @@ class ScriptedBoard:
             is_serving=is_serving,
             reason="" if is_serving else self.reason or "the engine is cleared",
             commands_done=len(self.calls),
-            ranks=[RankStatus(rank=0, pid=1, phase="idle", command=0, version="1.1", heartbeat_age_s=0.1)],
+            ranks=[
+                RankStatus(rank=0, pid=1, phase="idle", command=0, version="1.1", heartbeat_age_s=0.1),
+                RankStatus(rank=1, pid=0, phase="starting", command=0, version="", heartbeat_age_s=None),
+            ],
         )
 
     def update(self, version: str | None = None, *, deadline_s: float, force: bool = False) -> UpdateReport:

@@ -195,6 +195,10 @@ def engine(weights: Weights) -> Iterator[HttpEngine]:
     engine.close()
 
 
+def test_a_rank_that_has_not_been_heard_yet_is_no_obstacle(engine: HttpEngine) -> None:
+    assert [rank.heartbeat_age_s for rank in engine.status().ranks] == [0.1, None]
+
+
 def test_client_gives_reports_status_and_receipts(weights: Weights, engine: HttpEngine) -> None:
     assert engine.update("1.2", deadline_s=5).version == "1.2"
     assert engine.update(WeightVersion(1, 1), deadline_s=5, force=True).version == "1.2"

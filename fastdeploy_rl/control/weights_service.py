@@ -6,6 +6,7 @@ command that waits never keeps a status from being read, and more than MAX_COMMA
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -66,6 +67,7 @@ class WeightsService:
         self._commanders = ThreadPoolExecutor(MAX_COMMANDS, thread_name_prefix="board-command")
         self._running: list[CommandKind] = []
         self._num_reported = 0
+        self._counting = threading.Lock()
 
     async def status(self) -> EngineStatus:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._board.status)
@@ -149,7 +151,8 @@ class WeightsService:
 
     def _read_new_reports(self) -> list[UpdateReport]:
         done = self._board.status().commands_done
-        first, self._num_reported = self._num_reported + 1, max(done, self._num_reported)
+        with self._counting:  # two who ask at once share them out
+            first, self._num_reported = self._num_reported + 1, max(done, self._num_reported)
         reports = []
         for command in range(max(first, done - KEPT_REPORTS), done + 1):
             with contextlib.suppress(StepFailedError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_rl.cli.options import Verbs, add_verb, print_json, print_line
 from fastdeploy_rl.cli.text_options import add_text_options, asked, open_client, sendable
+from fastdeploy_rl.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fastdeploy_rl.control.text_client import TextClient
@@ -30,7 +31,7 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    prompt = sys.stdin.buffer.read().decode(errors="replace") if options.prompt == "-" else options.prompt
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
     body = {"prompt": prompt} | asked(options)
     with open_client(options) as client:
         if options.stream:
@@ -42,6 +43,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(answer["choices"][0]["text"])
     return 0
+
+
+def _read_prompt() -> str:
+    """Standard input; no more of it than an engine would take."""
+    from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
+
+    data = sys.stdin.buffer.read(MAX_BODY_BYTES + 1)
+    if len(data) > MAX_BODY_BYTES:
+        raise ConfigurationError(f"the prompt on standard input is larger than {MAX_BODY_BYTES} bytes; cut it")
+    return data.decode(errors="replace")
 
 
 def _stream(client: "TextClient", body: dict[str, Any], *, as_json: bool) -> None:

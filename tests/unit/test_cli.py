@@ -1,5 +1,6 @@
 """The command line: what it accepts, how it refuses, and that asking for help is cheap."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from fastdeploy_rl.cli import dispatch, main
 from fastdeploy_rl.cli.dispatch import make_parser
 from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
+from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 
 VERBS = [verb.__name__.rpartition(".")[2] for verb in dispatch.VERBS]
 
@@ -68,6 +70,7 @@ def test_help_imports_neither_engine_nor_server() -> None:
             "no engine at http://127.0.0.1:1",
         ),
         (["chat", "--engine", "http://127.0.0.1:1"], "no engine at http://127.0.0.1:1"),
+        (["status", "--engine", "http://[::1"], "not an engine's URL: 'http://[::1'"),
         (["retire", "--ipc-dir", "/no/such/channel"], "no channel at /no/such/channel"),
     ],
 )
@@ -84,6 +87,15 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     assert complaint.startswith("fastdeploy-rl: error: ")
     assert complaint.count("\n") == 1
     assert words in complaint
+
+
+def test_a_prompt_beyond_what_an_engine_takes_is_refused_before_it_is_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(bytes(MAX_BODY_BYTES + 1))))
+    code, text, complaint = run(capsys, "generate", "--prompt", "-", "--engine", "1")
+    assert (code, text) == (2, "")
+    assert f"larger than {MAX_BODY_BYTES} bytes" in complaint
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,28 @@ class SlowProgress:
     def __init__(self, what: str) -> None:
         self._what = what
         self._began = time.monotonic()
+        self._is_drawable = True
         self._bar: Any = None
         self._task: Any = None
 
     def update(self, done: int, total: int) -> None:
         """`done` of `total` bytes."""
         if self._bar is None and self._is_due():
-            self._bar = _make_bar()
-            self._task = self._bar.add_task(self._what, total=total)
-            self._bar.start()
+            self._start(total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
 
+    def _start(self, total: int) -> None:
+        try:
+            self._bar = _make_bar()
+        except ImportError:  # rich comes with [engine], which a trainer's environment need not have
+            self._is_drawable = False
+            return
+        self._task = self._bar.add_task(self._what, total=total)
+        self._bar.start()
+
     def _is_due(self) -> bool:
-        return sys.stderr.isatty() and time.monotonic() - self._began > _APPEARS_AFTER_S
+        return self._is_drawable and sys.stderr.isatty() and time.monotonic() - self._began > _APPEARS_AFTER_S
 
     def __enter__(self) -> "SlowProgress":
         return self

@@ -55,6 +55,10 @@ def test_a_bar_appears_only_where_somebody_watches_and_it_takes_long(
     out, err = capsys.readouterr()
     assert out == ""
     assert "publishing" in err
+    with monkeypatch.context() as without, SlowProgress("publishing") as undrawn:
+        without.setitem(sys.modules, "rich.console", None)
+        undrawn.update(1, 2)
+        undrawn.update(2, 2)
     monkeypatch.setattr(progress, "_APPEARS_AFTER_S", 3600.0)
     with SlowProgress("publishing") as quick:
         quick.update(2, 2)

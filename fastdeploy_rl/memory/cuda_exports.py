@@ -169,9 +169,10 @@ class CudaExporter:
         ConfigurationError for memory of another device, CudaError for addresses that are none of the device's or that
         the driver cannot export, SegmentError for bytes beyond the allocation.
         """
-        export, base = self._export_around(address)
+        base, allocation_bytes = self._range_around(address)
         offset = address - base
-        _check_inside(offset, num_bytes, export.num_bytes)
+        _check_inside(offset, num_bytes, allocation_bytes)
+        export = self._export_of(base, allocation_bytes)
         if keeper is not None:
             export.keepers[offset, num_bytes] = keeper
         return self._record(export, offset, num_bytes)
@@ -225,7 +226,8 @@ class CudaExporter:
             self._table.withdraw(export.row, export.nonce)
             del self._exports[buffer_id]
 
-    def _export_around(self, address: int) -> tuple[_Export, int]:
+    def _range_around(self, address: int) -> tuple[int, int]:
+        """Base and size of the allocation, which is on this device."""
         with driver_errors(f"address {address:#x} is no memory of {self.device}"):
             base, num_bytes = self._context.address_range(address)
             ordinal = self._context.ordinal_of(address)
@@ -233,11 +235,14 @@ class CudaExporter:
             raise ConfigurationError(
                 f"address {address:#x} lies on device {ordinal}, this exporter is for {self.device}"
             )
-        buffer_id = self._buffer_id(address)
+        return base, num_bytes
+
+    def _export_of(self, base: int, num_bytes: int) -> _Export:
+        buffer_id = self._buffer_id(base)
         if buffer_id not in self._exports:
             self.find_freed()  # new memory is the moment to see that old is gone
             self._exports[buffer_id] = self._new_export(base, num_bytes)
-        return self._exports[buffer_id], base
+        return self._exports[buffer_id]
 
     def _new_export(self, base: int, num_bytes: int) -> _Export:
         with driver_errors(f"the allocation at {base:#x} cannot be exported"):

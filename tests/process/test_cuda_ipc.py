@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_rl.errors import ConfigurationError, CudaError, StaleMemoryError
+from fastdeploy_rl.errors import ConfigurationError, CudaError, SegmentError, StaleMemoryError
 from fastdeploy_rl.memory.cuda_ipc import CudaExporter, CudaImports, CudaRecord
 from fastdeploy_rl.memory.cuda_record import open_device
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
@@ -117,4 +117,12 @@ class TestFakeCudaIpc(CudaIpcSuite):
     def test_an_export_of_nowhere_is_refused(self, machine: FakeMachine, exporter: CudaExporter) -> None:
         with pytest.raises(CudaError, match="no memory of GPU-"):
             exporter.export(4096, 1)
+        machine.check(exports=0)
+
+    def test_bytes_beyond_an_allocation_are_refused_and_nothing_is_exported(
+        self, machine: FakeMachine, exporter: CudaExporter
+    ) -> None:
+        allocation = exporter.allocate(BLOCK)
+        with pytest.raises(SegmentError, match="not inside an allocation"):
+            allocation.record(BLOCK - 1, 2)
         machine.check(exports=0)

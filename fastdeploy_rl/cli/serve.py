@@ -162,6 +162,7 @@ class StartSummary(msgspec.Struct, frozen=True):
 
 def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> StartSummary:
     """Of an engine whose workers are about to be started."""
+    from fastdeploy_rl.control.http_address import http_url
     from fastdeploy_rl.memory.shared_segment import free_bytes
 
     size = model.config
@@ -173,7 +174,7 @@ def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftover
         load_strategy=config.load_strategy,
         apply_mode=config.apply_mode,
         channel=str(config.channel),
-        url=f"http://{config.host}:{config.port}",
+        url=http_url(config.host, config.port),
         port=config.board_port,
         max_num_seqs=config.max_num_seqs,
         max_model_len=model.max_model_len,

@@ -14,12 +14,16 @@ _FILE = "http_address"
 _MAX_BYTES = 1024
 
 
-def write_http_address(run_dir: Path, host: str, port: int) -> None:
-    """By the engine, once it listens. An address of all interfaces is told as the loopback one."""
+def http_url(host: str, port: int) -> str:
+    """Of a server that listens on `host`, as its own machine reaches it: all interfaces become the loopback one."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    name = f"[{host}]" if ":" in host else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def write_http_address(run_dir: Path, host: str, port: int) -> None:
+    """By the engine, once it listens."""
     path = run_dir / _FILE
-    path.with_suffix(".new").write_text(f"http://{name}:{port}")
+    path.with_suffix(".new").write_text(http_url(host, port))
     os.replace(path.with_suffix(".new"), path)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_rl.board.board import Board, board_name
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.observe.doctor import leftovers
+from fastdeploy_rl.observe.doctor.channel import check_engines
 from fastdeploy_rl.observe.doctor.examination import examine
 from fastdeploy_rl.observe.doctor.leftovers import (
     dead_holders,
@@ -24,6 +26,7 @@ from fastdeploy_rl.observe.doctor.leftovers import (
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import retire
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
+from tests.process.numpy_engine import free_port
 from tests.process.private_shm import private_shm
 
 CLI = (sys.executable, "-m", "fastdeploy_rl.cli")
@@ -290,6 +293,26 @@ def test_a_run_directory_without_its_engine_is_a_leftover(tmp_path: Path, monkey
     (dead,) = [dead for dead in find_remains(Channel(tmp_path / "channel")) if "port 7 " in dead.who]
     assert [(item.path.name, item.num_bytes) for item in remove_unused(dead)] == [("7", 2)]
     assert list((tmp_path / "engines").iterdir()) == []
+
+
+def test_an_engine_whose_lock_lies_in_another_container_keeps_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runtime directory is out of sight, /dev/shm is not."""
+    runtime, out_of_sight = tmp_path / "runtime", tmp_path / "out-of-sight"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    board = Board.create(free_port(), num_ranks=1)
+    try:
+        runtime.rename(out_of_sight)
+        assert [dead.who for dead in find_remains(Channel(tmp_path / "channel")) if f"{board.port} " in dead.who] == []
+        (check,) = check_engines(board.port)
+        assert (check.status.value, "cannot be seen from here" in check.found) == ("warn", True)
+        unclaimed = {item.path.name for item in find_unclaimed(Channel(tmp_path / "channel"))}
+        assert board_name(board.port) in unclaimed
+    finally:
+        out_of_sight.rename(runtime)
+        board.close()
 
 
 # --- GPUs ------------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ def _check_engine(port: int) -> Check | None:
     if not engine.is_alive:
         if not Path(SHM_DIR, board_name(port)).exists():
             return None
+        if not engine.has_lock:
+            return warn(
+                name,
+                f"a board whose lock cannot be seen from here, {engine.who}",
+                "if it is another container's: share its runtime directory too, or choose another port here",
+            )
         return warn(
             name, f"dead: {engine.who}", "fastdeploy-rl doctor --clean; the next engine at this port reclaims it too"
         )

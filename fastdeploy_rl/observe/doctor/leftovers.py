@@ -100,10 +100,10 @@ class DeadEngine:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        run_dirs = [engine_dir(port)]
-        if (told := board_run_dir(port)) is not None and told not in run_dirs:
-            run_dirs.append(told)  # the engine was started with another runtime directory
-        self._run_dirs = run_dirs
+        self._told = board_run_dir(port)
+        self._run_dirs = [engine_dir(port)]
+        if self._told is not None and self._told not in self._run_dirs:
+            self._run_dirs.append(self._told)  # the engine was started with another runtime directory
 
     @property
     def locks(self) -> list[Path]:
@@ -116,8 +116,11 @@ class DeadEngine:
     @property
     def has_lock(self) -> bool:
         """False: nothing tells whether the owner lives. An engine takes its lock before it makes anything, so that a
-        board or a run directory without one is that of a dead one."""
-        return board_run_dir(self.port) is not None or any(path.exists() for path in (*self.locks, *self._run_dirs))
+        board or a run directory without one is that of a dead one - unless the board names a place that is not here:
+        another container's, whose engine may well live."""
+        if self._told is not None:
+            return self._told.parent.is_dir()
+        return any(path.exists() for path in (*self.locks, *self._run_dirs))
 
     @property
     def who(self) -> str:

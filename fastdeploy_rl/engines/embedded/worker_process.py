@@ -78,8 +78,8 @@ class WorkerProcess:
         return f"rank {self.rank} (pid {self.pid}) {how}" + (f": {last}" if last else "") + f"; see {self.log_path}"
 
     def release(self) -> None:
-        """Gives back what is left of an ended worker."""
-        self._child.wait(timeout=0)
+        """Gives back what is left of an ended worker; one that the kernel cannot end is left to it."""
+        self._child.poll()
         os.close(self.pidfd)
 
 

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 STOPPING = "the engine is stopping"
 DEFAULT_MAX_MODEL_LEN = 2048
-"""Paddle's import and the checkpoint, on a slow disk."""
+"""Tokens a request, where neither the operator nor the model says less."""
 STEP_DEADLINE_S = 300.0
 """How long a rank waits for rank 0's next step. A dead rank is noticed at once otherwise; this only ends a wait that
 nobody else would."""

@@ -233,8 +233,8 @@ class CudaContext:
     @property
     def ordinal(self) -> int: ...
     def allocate(self, num_bytes: int) -> CudaMemory:
-        """cuMemAlloc: contents are arbitrary; freed by `close` only. Dropped without it, it stays until the process ends:
-        nobody can tell whether another process has it open."""
+        """cuMemAlloc: contents are arbitrary; freed by `close` only. Dropped without it, it stays until the process
+        ends: nobody can tell whether another process has it open."""
 
     def open(self, handle: bytes, num_bytes: int) -> CudaMemory:
         """cuIpcOpenMemHandle of another process's allocation of `num_bytes`; closed when closed or dropped."""

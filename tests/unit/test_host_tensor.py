@@ -132,7 +132,7 @@ class _WithoutPlainMemory:
 def test_a_tensor_without_plain_memory_is_refused_by_name(error: type[Exception]) -> None:
     with pytest.raises(TrainerError, match=r"'w' has no plain memory.*sparse.*dense CPU tensor"):
         borrow(_WithoutPlainMemory(None, error("sparse")), "w")
-    with pytest.raises(TrainerError, match="'w' is not in CPU memory.*meta"):
+    with pytest.raises(TrainerError, match=r"'w' is not in CPU memory.*meta"):
         borrow(_WithoutPlainMemory(ValueError("meta"), error("never")), "w")
 
 

@@ -97,11 +97,14 @@ class _Conversation:
 
     def _answer(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The whole text, printed as it comes, and the choice of the last chunk."""
-        pieces, last = [], {}
+        from fastdeploy_rl.control.text_client import first_choice
+
+        pieces: list[str] = []
+        last: dict[str, Any] = {}
         with closing(self._client.stream(_ROUTE, body)) as chunks:
             for chunk in chunks:
-                last = chunk["choices"][0]
-                pieces.append(last["delta"].get("content", ""))
+                last = first_choice(chunk)
+                pieces.append((last.get("delta") or {}).get("content") or "")
                 if not self._options.json:
                     print(pieces[-1], end="", flush=True)
         if not self._options.json:

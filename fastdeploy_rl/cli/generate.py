@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(answer)
     else:
-        print(answer["choices"][0]["text"])
+        print(_text_of(answer))
     return 0
 
 
@@ -61,6 +61,12 @@ def _stream(client: "TextClient", body: dict[str, Any], *, as_json: bool) -> Non
             if as_json:
                 print_line(chunk)
             else:
-                print(chunk["choices"][0]["text"], end="", flush=True)
+                print(_text_of(chunk), end="", flush=True)
     if not as_json:
         print()
+
+
+def _text_of(answer: dict[str, Any]) -> str:
+    from fastdeploy_rl.control.text_client import first_choice
+
+    return str(first_choice(answer).get("text") or "")

@@ -60,10 +60,13 @@ class TextClient:
             if answer.is_error:
                 answer.read()
                 self._engine.result(call, answer)
-            for event in _events(answer.iter_lines()):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceededError(f"the answer of {self._engine.url} took over {self._deadline_s:g} s")
-                yield event
+            yield from _events(self._in_time(answer.iter_lines(), deadline))
+
+    def _in_time(self, lines: Iterator[str], deadline: float) -> Iterator[str]:
+        for line in lines:
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(f"the answer of {self._engine.url} took over {self._deadline_s:g} s")
+            yield line
 
     def close(self) -> None:
         self._http.close()
@@ -78,6 +81,15 @@ class TextClient:
 
     def _call(self, path: str, body: Json) -> HttpCall[Json]:
         return HttpCall("POST", path, Json, self._deadline_s, {"json": body})
+
+
+def first_choice(answer: Json) -> Json:
+    """The one choice of an answer or a chunk to a question for one. EngineError where there is none."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise EngineError("the engine's answer has no choice: is it an OpenAI server?")
+    choice: Json = choices[0]
+    return choice
 
 
 def _events(lines: Iterator[str]) -> Iterator[Json]:

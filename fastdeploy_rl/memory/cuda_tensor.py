@@ -32,8 +32,8 @@ def borrow_cuda(tensor: Any, name: str = "tensor") -> CudaTensor:
     """The memory of a CUDA tensor that speaks DLPack, never a copy. Frameworks make their current stream wait where
     they export, but only the device's own synchronisation makes the bytes complete for other processes.
 
-    TrainerError, naming the tensor, when it is not in CUDA memory, not contiguous, empty, of a dtype without a
-    safetensors name, or no tensor at all.
+    TrainerError, naming the tensor, when it is not in CUDA memory, not dense and contiguous, empty, of a dtype without
+    a safetensors name, or no tensor at all.
     """
     borrowed = _borrow(tensor, name)
     kind, index = borrowed.device
@@ -57,4 +57,9 @@ def _borrow(tensor: Any, name: str) -> _native.BorrowedTensor:
         dtype = getattr(tensor, "dtype", "unknown")
         raise TrainerError(
             f"{name!r} has dtype {dtype}, which cannot be published; known are {' '.join(DTYPES)}"
+        ) from error
+    except (BufferError, RuntimeError, NotImplementedError, AttributeError) as error:
+        # What frameworks say of sparse, quantized, conjugated and meta tensors, each in its own way.
+        raise TrainerError(
+            f"{name!r} has no plain memory that could be exported ({error!s:.200}): pass a dense CUDA tensor"
         ) from error

@@ -192,9 +192,17 @@ def test_a_capsule_that_nobody_takes_lets_the_memory_go(context: _native.CudaCon
     memory.close()
 
 
+class Sparse:
+    """As a framework's tensor without memory of its own."""
+
+    def __dlpack__(self) -> object:
+        raise BufferError("can't export a sparse tensor")
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
+        (Sparse(), "has no plain memory that could be exported"),
         (np.zeros(3, np.float32), "is not in CUDA memory"),
         (np.zeros(3, np.complex64), "has dtype complex64"),
         ([1.0], "is no tensor: got list"),

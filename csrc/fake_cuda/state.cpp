@@ -50,9 +50,13 @@ State* map_file(const std::string& path, int flags) {
   const int fd = open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) return nullptr;
   struct stat status{};
-  const bool has_size = (flags & O_CREAT) != 0
-                            ? posix_fallocate(fd, 0, sizeof(State)) == 0
-                            : fstat(fd, &status) == 0 && status.st_size >= static_cast<off_t>(sizeof(State));
+  bool has_size = false;
+  if ((flags & O_CREAT) != 0) {
+    errno = posix_fallocate(fd, 0, sizeof(State));  // it does not set errno itself
+    has_size = errno == 0;
+  } else {
+    has_size = fstat(fd, &status) == 0 && status.st_size >= static_cast<off_t>(sizeof(State));
+  }
   void* data = has_size ? mmap(nullptr, sizeof(State), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
   close(fd);
   return data == MAP_FAILED ? nullptr : static_cast<State*>(data);

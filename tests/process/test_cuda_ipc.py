@@ -1,5 +1,7 @@
 """CUDA memory between real processes, on FakeCuda; tests/gpu runs the same on a GPU."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from fastdeploy_rl.memory.cuda_record import open_device
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
 from tests.process.cuda_ipc_suite import BLOCK, CudaIpcSuite, StartPeer, fill
 from tests.process.cuda_peer import CudaPeer
+from tests.process.private_shm import private_shm
 
 
 class FakeMachine:
@@ -41,6 +44,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMachine]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         yield FakeMachine(cuda)
         assert cuda.counters().live_openings == 0
+
+
+def test_a_fake_machine_without_room_says_so_and_leaves_nothing() -> None:
+    prefix = private_shm(64 << 10)
+    if prefix is None:
+        pytest.skip("this machine lets nobody mount a /dev/shm of their own")
+    code = (
+        "import os; from fastdeploy_rl.errors import SegmentError\n"
+        "from fastdeploy_rl.testing.fake_cuda import FakeCuda\n"
+        "try: FakeCuda().start()\n"
+        "except SegmentError as error: print(error, os.listdir('/dev/shm'))"
+    )
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("No space left on device []\n")
 
 
 class TestFakeCudaIpc(CudaIpcSuite):

@@ -3,12 +3,16 @@
 Owns the file's form, its rotation and how it is read back. Where it lies is the board's owner's choice: the run
 directory goes with the engine, so `serve` keeps the file beside its logs and the run directory only leads there; an
 engine that chose no place has it in the run directory itself. Refuses to know commands. Invariant: at most two files of
-MAX_FILE_BYTES each, the older one with `.1` behind its name; a reader takes no more than that into memory, and whatever
-else it finds (a line torn by a crash, foreign text) is left out, which a log line says."""
+MAX_FILE_BYTES each, the older one with `.1` behind its name; engines that share a file write and rotate it one at a
+time, under its lock; a reader takes no more than that into memory, and whatever else it finds (a line torn by a crash,
+foreign text) is left out, which a log line says."""
 
+import errno
+import fcntl
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -21,6 +25,9 @@ _log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 4 << 20
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 20
+_LOCK_S = 1.0
+"""The lock is held for one line; whoever holds it longer stands still."""
+_LOOK_AGAIN_S = 0.001
 _TAIL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -28,9 +35,8 @@ def append_history(path: Path, entry: HistoryEntry) -> None:
     """One line more; the file is made, or put aside as the predecessor, where that is due. StepFailedError when the
     line could not be written whole. Several engines may share a file."""
     line = msgspec.json.encode(entry) + b"\n"
-    path = path.resolve()
     try:
-        fd = _open_with_room(path, len(line))
+        fd = _open_with_room(_real(path), len(line))
         try:
             if not _ends_whole(fd):
                 line = b"\n" + line  # a writer died inside its line: ours must not hang on to it
@@ -48,7 +54,10 @@ def read_history(path: Path, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
     RequestError for an impossible limit, ConfigurationError for what is no readable file."""
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
         raise RequestError(f"limit must be 1 to {MAX_LIMIT}, got {limit!r:.40}")
-    path = path.resolve()
+    try:
+        path = _real(path)
+    except OSError as error:
+        raise ConfigurationError(f"history {path} cannot be read: {error.strerror}") from error
     entries = _read_file(path)
     if len(entries) < limit:
         entries = _read_file(_predecessor(path)) + entries
@@ -59,13 +68,47 @@ def _predecessor(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
+def _real(path: Path) -> Path:
+    """Where links lead; rotation happens there. OSError where they lead in a circle."""
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # what pathlib makes of ELOOP
+        raise OSError(errno.ELOOP, "its links lead in a circle") from error
+
+
 def _open_with_room(path: Path, num_bytes: int) -> int:
-    fd = _open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    if os.fstat(fd).st_size + num_bytes < MAX_FILE_BYTES:
-        return fd
-    os.close(fd)
-    os.replace(path, _predecessor(path))
-    return _open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    """The file that `path` names now, locked, with room for so many bytes."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        fd = _open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            _lock(fd, deadline)
+            if _is_at(path, fd):  # else it was put aside while we waited
+                size = os.fstat(fd).st_size
+                if not size or size + num_bytes < MAX_FILE_BYTES:
+                    return fd
+                os.replace(path, _predecessor(path))
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise OSError(errno.EBUSY, f"another process held its lock for {_LOCK_S:g} s") from None
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _open_regular(path: Path, flags: int) -> int:

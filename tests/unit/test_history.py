@@ -1,8 +1,10 @@
 """The history file: bounded, rotated, and readable whatever a crash or a stranger left in it."""
 
+import fcntl
 import logging
 import os
 import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -77,6 +79,52 @@ def test_the_file_is_rotated_by_size_and_has_one_predecessor(tmp_path: Path, mon
     kept = numbers(path)
     assert kept == list(range(kept[0], 51))
     assert len(kept) > len(path.read_text().splitlines())
+
+
+def test_engines_that_share_a_full_file_put_it_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have it open before either rotates; no line is lost."""
+    path = tmp_path / "history.jsonl"
+    for command in range(1, 6):
+        append_history(path, entry(command))
+    monkeypatch.setattr(history, "MAX_FILE_BYTES", path.stat().st_size)
+    have_opened, lock, late = threading.Barrier(2, timeout=10), history._lock, threading.local()
+
+    def lock_after_both_opened(fd: int, deadline: float) -> None:
+        if not hasattr(late, "has_waited"):
+            late.has_waited = True
+            have_opened.wait()
+        lock(fd, deadline)
+
+    monkeypatch.setattr(history, "_lock", lock_after_both_opened)
+    writers = [threading.Thread(target=append_history, args=(path, entry(command))) for command in (6, 7)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(20)
+    assert sorted(numbers(path)) == list(range(1, 8))
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_file_that_another_keeps_locked_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_LOCK_S", 0.01)
+    path = tmp_path / "history.jsonl"
+    append_history(path, entry(1))
+    with open(path) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(StepFailedError, match="cannot be written: another process held its lock"):
+            append_history(path, entry(2))
+    assert numbers(path) == [1]
+    append_history(path, entry(3))
+    assert numbers(path) == [1, 3]
+
+
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.symlink_to(path)
+    with pytest.raises(ConfigurationError, match="lead in a circle"):
+        read_history(path)
+    with pytest.raises(StepFailedError, match="lead in a circle"):
+        append_history(path, entry(1))
 
 
 def test_a_line_torn_by_a_crash_is_skipped_and_the_next_one_stands_alone(

@@ -12,9 +12,9 @@ from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SHM_DIR
-from fastdeploy_rl.observe.doctor.check import Check, fail, ok, warn
+from fastdeploy_rl.observe.doctor.check import Check, Status, fail, ok, warn
 from fastdeploy_rl.observe.doctor.leftovers import (
-    DeadEngine,
+    EngineAtPort,
     Item,
     Remains,
     find_remains,
@@ -39,7 +39,7 @@ _LISTED = 6
 def check_channel(channel: Channel) -> list[Check]:
     """Directory, publication, publisher, holders and arenas of one channel."""
     place = judge_directory(channel)
-    if place.found.startswith("nothing") or place.mend:
+    if place.status is not Status.OK or not channel.holders_dir.is_dir():
         return [place]
     return [
         place,
@@ -131,7 +131,7 @@ def check_engines(wanted: int | None) -> list[Check]:
 
 def _check_engine(port: int) -> Check | None:
     """None where nothing but an old lock file lies at the port."""
-    name, engine = f"port {port}", DeadEngine(port)
+    name, engine = f"port {port}", EngineAtPort(port)
     if not engine.is_alive:
         if not Path(SHM_DIR, board_name(port)).exists():
             return None

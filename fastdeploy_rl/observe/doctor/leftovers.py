@@ -67,7 +67,7 @@ def find_remains(channel: Channel) -> list[Remains]:
     """Of every engine of this user on this machine, and of the publisher and the holders of one channel."""
     remains: list[Remains] = []
     for port in known_ports():
-        engine = DeadEngine(port)
+        engine = EngineAtPort(port)
         if not engine.is_alive and engine.has_lock:
             remains.append(engine)
     if channel.path.is_dir():
@@ -95,7 +95,7 @@ def known_ports() -> list[int]:
     return sorted(ports | {int(match[1]) for match in runs if match})
 
 
-class DeadEngine:
+class EngineAtPort:
     """All that carries one port, and the locks that speak for it. `is_alive` may well be true."""
 
     def __init__(self, port: int) -> None:
@@ -297,7 +297,7 @@ def find_unclaimed(channel: Channel) -> list[Item]:
     """Segments of this user that belong to a channel which is not looked at, or to nobody that is known."""
     claimed = set(arena_names(channel.key))
     for port in known_ports():
-        engine = DeadEngine(port)
+        engine = EngineAtPort(port)
         if engine.is_alive or engine.has_lock:
             claimed |= {item.path.name for item in engine.items()}
     names = (name for name in _own_names(SHM_DIR) if _OURS.fullmatch(name) and name not in claimed)

@@ -167,7 +167,7 @@ def describe_namespace(kind: str, own: int | None, first: int | None) -> str:
 
 def judge_ipc_namespace(own: int | None, container: str) -> Check:
     found = describe_namespace("ipc", own, None)
-    if not container or found.startswith("the machine"):
+    if not container or own == INITIAL_NAMESPACES["ipc"]:
         return ok("IPC namespace", found)
     mend = (
         "if trainer and engine run in two containers, both must see one /dev/shm: docker --ipc=host, or "
@@ -178,7 +178,7 @@ def judge_ipc_namespace(own: int | None, container: str) -> Check:
 
 def judge_pid_namespace(own: int | None, is_gpu_machine: bool) -> Check:
     found = describe_namespace("pid", own, None)
-    if not is_gpu_machine or found.startswith("the machine"):
+    if not is_gpu_machine or own == INITIAL_NAMESPACES["pid"]:
         return ok("PID namespace", found)
     mend = (
         "if trainer and engine run in two containers, CUDA memory needs one PID namespace: docker --pid=host or "

@@ -37,7 +37,7 @@ def find_http_address(engine: int | str) -> str:
         with (board.run_dir / _FILE).open("rb") as file:
             url = file.read(_MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise EngineNotFoundError(f"port {engine}: the engine there listens for no HTTP; give its URL") from error
+        raise EngineNotFoundError(f"port {engine}: the engine there tells of no HTTP server; give a URL") from error
     finally:
         board.close()
     if not urlsplit(url).hostname:

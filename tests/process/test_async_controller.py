@@ -13,7 +13,13 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import SlotState
 from fastdeploy_rl.engines.numpy.runner import random_weights
-from fastdeploy_rl.errors import ConfigurationError, CoverageError, EngineNotFoundError, NoPublicationError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    CoverageError,
+    DeadlineExceededError,
+    EngineNotFoundError,
+    NoPublicationError,
+)
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.answering import Answering, await_states, states
@@ -149,7 +155,7 @@ def test_leaving_the_controller_gives_up_what_still_waits(board: Board) -> None:
         async with AsyncEngineController(board.port) as controller:
             running = asyncio.create_task(controller.update("1.1"))
             await until_states(board, SlotState.RUNNING)
-        with pytest.raises(Exception, match="gave up"):
+        with pytest.raises(DeadlineExceededError, match="gave up"):
             await running
         assert states(board) == [SlotState.ABANDONED]
 

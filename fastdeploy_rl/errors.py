@@ -178,6 +178,11 @@ def _tree(root: type[FastDeployRLError]) -> dict[str, type[FastDeployRLError]]:
     return {root.__name__: root} | {name: cls for child in root.__subclasses__() for name, cls in _tree(child).items()}
 
 
+def wire_text(error: BaseException) -> str:
+    """Its text as board, files and HTTP carry it: a path's bytes that are no UTF-8 become question marks."""
+    return str(error).encode("utf-8", "replace").decode("utf-8")
+
+
 def from_wire(name: str, text: str) -> FastDeployRLError:
     """The error whose class is called `name`, or a plain EngineError where this version does not know the name."""
     return _tree(FastDeployRLError).get(name, EngineError)(text)

@@ -34,6 +34,7 @@ from fastdeploy_rl.errors import (
     FastDeployRLError,
     LifecycleError,
     StepFailedError,
+    wire_text,
 )
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
@@ -402,7 +403,7 @@ class DynamicWeightManager:
                 act()
         except FastDeployRLError as error:
             is_unexpected = isinstance(error, StepFailedError)
-            kind, text = type(error).__name__, str(error)
-            _log.warning("rank=%d error=%s reason=%r", self.rank, kind, text, exc_info=is_unexpected)
-            return _Failure(type(error).__name__, str(error))
+            failure = _Failure(type(error).__name__, wire_text(error))
+            _log.warning("rank=%d error=%s reason=%r", self.rank, *failure, exc_info=is_unexpected)
+            return failure
         return None

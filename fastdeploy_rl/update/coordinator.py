@@ -14,7 +14,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import FastDeployRLError, FencedError, NotServingError, VersionRegressError
+from fastdeploy_rl.errors import FastDeployRLError, FencedError, NotServingError, VersionRegressError, wire_text
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport, history_entry
@@ -160,7 +160,8 @@ class Coordinator:
     def _try_to_store(self, write: Callable[[], None], what: str) -> bool:
         """A full disk must not change what happened; it is only told less."""
         try:
-            write()
+            with as_step_failure(what, 0):
+                write()
         except FastDeployRLError as error:
             _log.error("event=not_stored what=%s reason=%r", what, str(error))
             return False
@@ -283,7 +284,7 @@ class Coordinator:
             stall_seconds=max((rank.stall_seconds for rank in ranks), default=0.0),
             ranks=ranks,
             error=type(outcome.error).__name__ if outcome.error else "",
-            reason=str(outcome.error) if outcome.error else "",
+            reason=wire_text(outcome.error) if outcome.error else "",
             receipt=outcome.receipt,
             differing=outcome.differing,
         )

@@ -68,9 +68,12 @@ class RankFiles:
 
     def read_receipt(self) -> Receipt | None:
         """None while nothing is live."""
-        if not (self._run_dir / "receipt.json").exists():
-            return None
-        return self._read(Receipt, "receipt.json")
+        try:
+            return self._read(Receipt, "receipt.json")
+        except StepFailedError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
 
     def remove_receipt(self) -> None:
         (self._run_dir / "receipt.json").unlink(missing_ok=True)
@@ -92,5 +95,5 @@ class RankFiles:
             if len(data) > _MAX_BYTES:
                 raise StepFailedError(f"{name} of {self._run_dir} is larger than {_MAX_BYTES} bytes")
             return msgspec.json.decode(data, type=record)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise StepFailedError(f"{name} of {self._run_dir} cannot be read: {error}") from error

@@ -86,6 +86,20 @@ def test_a_fault_at_one_rank_leaves_every_rank_on_its_version(tmp_path: Path, ca
         assert engine.holds(random_weights(MODEL, 3))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reason_that_is_no_unicode_is_told_and_the_engine_goes_on(tmp_path: Path, rank: int):
+    """As that of a channel whose path has bytes that are no UTF-8."""
+    with rig(tmp_path) as (engine, sources, publisher, client):
+        sources[rank].then("resolve", Fail(NoSpaceError("no room in /\udcff")))
+        publish(publisher, random_weights(MODEL, 2), 2)
+        with pytest.raises(NoSpaceError, match=r"no room in /\?"):
+            client.update(deadline_s=10)
+        assert engine.holds(random_weights(MODEL, 1))
+        assert "no room in /?" in client.last_report().reason == client.history(1)[0].reason
+        assert client.update().outcome == "done"
+        assert engine.holds(random_weights(MODEL, 2))
+
+
 def test_memory_that_cannot_be_released_is_reported_and_the_new_version_is_live(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastdeploy_rl.config import checked_deadline
 from fastdeploy_rl.errors import (
@@ -124,11 +125,16 @@ class WeightsService:
     async def _command(self, kind: CommandKind, call: Callable[[WeightsClient], _ResultT]) -> _ResultT:
         if len(self._running) >= MAX_COMMANDS:
             raise NotServingError(f"{MAX_COMMANDS} weight commands are waiting already; ask again when one is done")
+        answer = asyncio.get_running_loop().run_in_executor(self._commanders, self._ask, call)
         self._running.append(kind)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._commanders, self._ask, call)
-        finally:
-            self._running.remove(kind)
+        answer.add_done_callback(partial(self._note_end, kind))
+        # Whoever asked may be gone before the command ends: it then still has its thread, and still counts.
+        return await asyncio.shield(answer)
+
+    def _note_end(self, kind: CommandKind, answer: "asyncio.Future[Any]") -> None:
+        self._running.remove(kind)
+        if not answer.cancelled():
+            answer.exception()  # looked at: where nobody waits any more, nobody is to be told
 
     def _ask(self, call: Callable[[WeightsClient], _ResultT]) -> _ResultT:
         with self._board.open_client() as client:

@@ -150,6 +150,26 @@ def test_more_commands_than_threads_are_refused_and_status_is_still_read(weights
     assert asyncio.run(flood()) == (503, 200)
 
 
+def test_a_command_whose_caller_went_away_still_counts_until_it_ends(weights: Weights) -> None:
+    weights.board.gate.clear()
+    service = weights.face.weights
+
+    async def leave() -> tuple[int, int]:
+        leaving = asyncio.create_task(service.update(None, deadline_s=20))
+        await asyncio.to_thread(weights.board.begun.wait, 20)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        during = (await service.legacy_update()).code
+        weights.board.gate.set()
+        while service._running:
+            await asyncio.sleep(0)
+        return during, (await service.legacy_update()).code
+
+    assert asyncio.run(asyncio.wait_for(leave(), 20)) == (400, 200)
+    assert [call[0] for call in weights.board.calls] == ["update", "update"]
+
+
 def test_metrics_tell_each_command_once(weights: Weights) -> None:
     weights.get(UPDATE)
     for _ in range(2):

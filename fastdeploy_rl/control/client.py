@@ -5,6 +5,8 @@ they wait. Refuses to know boards. Invariant: an error of the engine arrives as 
 whatever else comes back is an EngineError that says so. Every call has a deadline.
 """
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,9 +48,14 @@ class HttpCall(Generic[_ResultT]):
     content: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def limit_s(self) -> float:
+        """From the question to the end of the answer. ConfigurationError for a deadline that cannot be."""
+        return checked_deadline(self.deadline_s) + HTTP_GRACE_S
+
+    @property
     def timeout(self) -> httpx.Timeout:
-        """ConfigurationError for a deadline that cannot be."""
-        return httpx.Timeout(checked_deadline(self.deadline_s) + HTTP_GRACE_S, connect=CONNECT_S)
+        """Of each step on the way: httpx knows no limit for the whole."""
+        return httpx.Timeout(self.limit_s, connect=CONNECT_S)
 
 
 def update_call(version: WeightVersion | str | None, deadline_s: float, force: bool) -> HttpCall[UpdateReport]:
@@ -104,34 +111,47 @@ class EngineUrl:
             raise EngineNotFoundError(
                 f"no engine at {self.url}: {error or 'nobody answers'}; start one with `fastdeploy-rl serve`"
             ) from error
-        except httpx.TimeoutException as error:
-            raise DeadlineExceededError(
-                f"{place} did not answer within {call.deadline_s + HTTP_GRACE_S:g} s"
-            ) from error
+        except (httpx.TimeoutException, asyncio.TimeoutError) as error:
+            raise DeadlineExceededError(f"{place} did not answer within {call.limit_s:g} s") from error
         except httpx.HTTPError as error:
             raise EngineError(f"{place}: {error or type(error).__name__}") from error
 
-    def result(self, call: HttpCall[_ResultT], answer: httpx.Response) -> _ResultT:
+    def result(self, call: HttpCall[_ResultT], status: int, content: bytes) -> _ResultT:
         """What the engine answered; raises what it raised."""
-        if answer.is_error:
-            raise self._error(call.path, answer)
-        result: _ResultT = self._decode(call.path, answer, call.kind)
+        if status >= httpx.codes.BAD_REQUEST:
+            raise self._error(call.path, status, content)
+        result: _ResultT = self._decode(call.path, status, content, call.kind)
         return result
 
-    def _error(self, path: str, answer: httpx.Response) -> Exception:
-        body = self._decode(path, answer, Json)
+    def _error(self, path: str, status: int, content: bytes) -> Exception:
+        body = self._decode(path, status, content, Json)
         error = body.get("error")
         if not isinstance(error, dict):
-            return EngineError(f"{self.url}{path} answered {answer.status_code} without a reason")
+            return EngineError(f"{self.url}{path} answered {status} without a reason")
         return from_wire(str(error.get("type")), str(error.get("message")))
 
-    def _decode(self, path: str, answer: httpx.Response, kind: Any) -> Any:
+    def _decode(self, path: str, status: int, content: bytes, kind: Any) -> Any:
         try:
-            return msgspec.json.decode(answer.content, type=kind)
+            return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineError(
-                f"{self.url}{path} answered {answer.status_code} with no answer of an engine of this version: {error}"
+                f"{self.url}{path} answered {status} with no answer of an engine of this version: {error}"
             ) from error
+
+
+def ask(http: httpx.Client, engine: EngineUrl, call: HttpCall[_ResultT]) -> _ResultT:
+    """One call and its answer. Blocks for `call.limit_s` at most, also where the answer comes in drops."""
+    last = time.monotonic() + call.limit_s
+    content = bytearray()
+    with (
+        engine.failures(call),
+        http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
+    ):
+        for piece in answer.iter_bytes():
+            content += piece
+            if time.monotonic() > last:
+                raise httpx.ReadTimeout("the answer does not end")
+    return engine.result(call, answer.status_code, bytes(content))
 
 
 class HttpEngine:
@@ -176,9 +196,7 @@ class HttpEngine:
         self.close()
 
     def _call(self, call: HttpCall[_ResultT]) -> _ResultT:
-        with self._engine.failures(call):
-            answer = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
-        return self._engine.result(call, answer)
+        return ask(self._http, self._engine, call)
 
 
 class AsyncHttpEngine:
@@ -216,5 +234,6 @@ class AsyncHttpEngine:
 
     async def _call(self, call: HttpCall[_ResultT]) -> _ResultT:
         with self._engine.failures(call):
-            answer = await self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
-        return self._engine.result(call, answer)
+            asking = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
+            answer = await asyncio.wait_for(asking, call.limit_s)
+        return self._engine.result(call, answer.status_code, answer.content)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from fastdeploy_rl.control.client import EngineUrl, HttpCall
+from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import DeadlineExceededError, EngineError, FastDeployRLError, from_wire
 
@@ -34,9 +34,7 @@ class TextClient:
     def model(self) -> Json:
         """The served model as /v1/models has it: `id`, `weight_version` and more."""
         call = HttpCall("GET", "/v1/models", Json)
-        with self._engine.failures(call):
-            answer = self._http.request(call.method, call.path, timeout=call.timeout)
-        cards = self._engine.result(call, answer).get("data")
+        cards = ask(self._http, self._engine, call).get("data")
         if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict):
             raise EngineError(f"{self._engine.url}{call.path} names no model")
         card: Json = cards[0]
@@ -44,10 +42,7 @@ class TextClient:
 
     def ask(self, path: str, body: Json) -> Json:
         """The whole answer."""
-        call = self._call(path, body)
-        with self._engine.failures(call):
-            answer = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
-        return self._engine.result(call, answer)
+        return ask(self._http, self._engine, self._call(path, body))
 
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
         """The chunks as they come. Close it (`contextlib.closing`) where it is not read to its end."""
@@ -58,8 +53,7 @@ class TextClient:
             self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
         ):
             if answer.is_error:
-                answer.read()
-                self._engine.result(call, answer)
+                self._engine.result(call, answer.status_code, answer.read())
             yield from _events(self._in_time(answer.iter_lines(), deadline))
 
     def _in_time(self, lines: Iterator[str], deadline: float) -> Iterator[str]:

@@ -126,6 +126,16 @@ def test_a_stopping_engine_ends_every_request_with_its_reason_and_takes_no_more(
     with_client(scene)
 
 
+def test_a_request_that_no_message_can_hold_takes_no_place() -> None:
+    async def scene(client: EngineClient, rank0: Rank0) -> None:
+        with pytest.raises(OverflowError):
+            client.start([GenerationRequest([1], 1, SamplingOptions(top_k=2**70))])
+        client.start([REQUEST] * MAX_REQUESTS)
+        assert len(await rank0.receive()) == MAX_REQUESTS
+
+    with_client(scene)
+
+
 def test_more_requests_than_there_is_room_for_are_refused_together() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
         first = client.start([REQUEST, REQUEST])

@@ -238,6 +238,7 @@ def test_a_model_has_its_own_defaults_where_a_request_is_silent() -> None:
         ({"temperature": "hot"}, "temperature", "float"),
         ({"top_p": 0}, "top_p", "0"),
         ({"top_k": -2}, "top_k", "-1"),
+        ({"top_k": 2**70}, "top_k", "2147483647"),  # no message to a worker holds such a number
         ({"min_p": 2}, "min_p", "1"),
         ({"logprobs": 6}, "logprobs", "5"),
         ({"max_tokens": 0}, "max_tokens", "1"),

@@ -150,8 +150,8 @@ class EngineClient:
         request_ids = [str(next(self._ids)) for _ in requests]
         generation = LiveGeneration(self, request_ids)
         for number, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
+            self._link.send(Start(request_id, request))  # first: one that cannot be told takes nobody's place
             self._readers[request_id] = generation, number
-            self._link.send(Start(request_id, request))
         return generation
 
     def cancel(self, request_id: str) -> None:

@@ -26,7 +26,8 @@ from fastdeploy_rl.memory.shared_segment import SharedSegment
 DEFAULT_DEADLINE_S = 20.0
 MAX_POINTS_BYTES = 1 << 16
 _TURN = 0
-"""i32: index of the point whose turn it is; -1 - index of the one that broke the sequence."""
+"""i32: twice the index of the point whose turn it is, and one more while its block runs; -1 - index of the one that
+broke the sequence."""
 _LENGTH = 8
 _POINTS = 64
 
@@ -72,16 +73,18 @@ class Sequencer:
     def at(self, point: str) -> Iterator[None]:
         """Waits until every earlier point is passed, then runs the block, then lets the next one come.
 
-        DeadlineExceededError names the point that the sequence stands at; LifecycleError when this point was passed
-        already or an earlier block raised; ConfigurationError for an unknown one."""
-        turn = self._turn_of(point)
-        self._await(turn, point)
+        DeadlineExceededError names the point that the sequence stands at; LifecycleError when somebody came to this
+        point already or an earlier block raised; ConfigurationError for an unknown one."""
+        index = self._index_of(point)
+        self._await(2 * index, point)
+        if _native.compare_exchange_i32(self._segment.mapping, _TURN, 2 * index, 2 * index + 1) != 2 * index:
+            raise _passed_already(point)
         try:
             yield
         except BaseException:
-            self._set(-1 - turn)
+            self._set(-1 - index)
             raise
-        self._set(turn + 1)
+        self._set(2 * (index + 1))
 
     def reach(self, point: str) -> None:
         """As an empty block at `point`."""
@@ -90,7 +93,7 @@ class Sequencer:
 
     def await_end(self) -> None:
         """Returns when every point is passed; errors as `at`."""
-        self._await(len(self._points), "the end")
+        self._await(2 * len(self._points), "the end")
 
     def close(self) -> None:
         self._segment.close()
@@ -105,7 +108,7 @@ class Sequencer:
     ) -> None:
         self.close()
 
-    def _turn_of(self, point: str) -> int:
+    def _index_of(self, point: str) -> int:
         try:
             return self._points.index(point)
         except ValueError as error:
@@ -117,15 +120,19 @@ class Sequencer:
             if now < 0:
                 raise LifecycleError(f"{point!r} cannot be reached: the sequence broke at {self._points[-1 - now]!r}")
             if now > turn:
-                raise LifecycleError(f"{point!r} was passed already")
+                raise _passed_already(point)
             if not _native.futex_wait_i32(self._segment.mapping, _TURN, now, deadline_ns):
                 raise DeadlineExceededError(
-                    f"{point!r} was not reached within {self._deadline_s} s: nobody passed {self._points[now]!r}"
+                    f"{point!r} was not reached within {self._deadline_s} s: nobody passed {self._points[now // 2]!r}"
                 )
 
     def _set(self, turn: int) -> None:
         _native.store_i32(self._segment.mapping, _TURN, turn)
         _native.futex_wake_i32(self._segment.mapping, _TURN)
+
+
+def _passed_already(point: str) -> LifecycleError:
+    return LifecycleError(f"{point!r} was passed already, or is just being passed")
 
 
 def _read_points(segment: SharedSegment) -> list[str]:

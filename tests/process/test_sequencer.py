@@ -73,6 +73,17 @@ def test_a_point_is_passed_once():
         order.reach("second")
 
 
+def test_a_point_is_passed_by_one_also_while_its_block_runs():
+    with Sequencer.create(["first", "second"], deadline_s=0.02) as order:
+        with order.at("first"):
+            with pytest.raises(LifecycleError, match=r"'first' .*is just being passed"):
+                order.reach("first")
+            with pytest.raises(DeadlineExceededError, match="nobody passed 'first'"):
+                order.reach("second")
+        order.reach("second")
+        order.await_end()
+
+
 @pytest.mark.parametrize("points", [[], ["a", "a"], ["x" * 70_000]])
 def test_points_that_cannot_be_a_sequence_are_refused(points: list[str]):
     with pytest.raises(ConfigurationError):

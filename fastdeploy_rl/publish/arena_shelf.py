@@ -66,8 +66,8 @@ class ArenaShelf:
     def writing(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> Iterator[ArenaInHand]:
         """A free arena of at least `num_bytes`, to be filled inside the `with`; none of the `kept` rows.
 
-        Waits for leases to be released: DeadlineExceededError naming
-        the holders. NoSpaceError where it must grow and cannot.
+        Waits for leases to be released: DeadlineExceededError naming the holders. NoSpaceError where it must grow and
+        cannot, or where lent memory and `kept` rows are all there is.
         """
         row = self._begin(num_bytes, kept, deadline_ns)
         try:
@@ -80,12 +80,9 @@ class ArenaShelf:
         """A new segment for the trainer to write into for as long as the publisher lives; its row stays as between
         `begin_write` and `end_write` until its contents are published. NoSpaceError where no row or no memory is
         left."""
-        taken = self._segments.keys() | self._lent.keys()
-        row = next((row for row in range(NUM_ARENAS) if row not in taken and not self._table.begin_write(row)), None)
+        row = next((row for row in self._unused_rows() if not self._table.begin_write(row)), None)
         if row is None:
-            raise NoSpaceError(
-                f"all {NUM_ARENAS} rows of {self._table.path} are taken: allocate fewer, larger pieces of memory"
-            )
+            raise self._no_row()
         try:
             segment = self._fit(row, num_bytes)
         except BaseException:
@@ -112,6 +109,14 @@ class ArenaShelf:
             _, segment = self._segments.popitem()
             segment.close()
 
+    def _unused_rows(self) -> list[int]:
+        return [row for row in range(NUM_ARENAS) if row not in self._segments and row not in self._lent]
+
+    def _no_row(self) -> NoSpaceError:
+        return NoSpaceError(
+            f"all {NUM_ARENAS} rows of {self._table.path} are taken: allocate fewer, larger pieces of memory"
+        )
+
     def _take_over(self, row: int, name: str) -> None:
         try:
             self._segments[row] = SharedSegment.attach(name, writable=True)
@@ -123,9 +128,11 @@ class ArenaShelf:
     def _begin(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> int:
         own = [row for row in self._segments if row not in kept]
         own.sort(key=lambda row: (self._segments[row].num_bytes < num_bytes, self._segments[row].num_bytes))
-        is_room = len(self._segments) < self._max_arenas
-        taken = self._segments.keys() | self._lent.keys()
-        fresh = [row for row in range(NUM_ARENAS) if row not in taken] if is_room else []
+        # The latest version counts once: one that was borrowed from a trainer that is gone may lie in several rows.
+        num_versions = len(own) + (len(own) < len(self._segments))
+        fresh = self._unused_rows() if num_versions < self._max_arenas else []
+        if not own and not fresh:
+            raise self._no_row()
         for row in own + fresh:
             if not self._table.begin_write(row):
                 return row

@@ -70,6 +70,9 @@ class Channel:
     def leases_of(self, publisher: int) -> Path:
         return self.path / _numbered("LEASES", publisher)
 
+    def offer_of(self, publisher: int) -> Path:
+        return self.path / _numbered("OFFER", publisher)
+
     @property
     def decision_path(self) -> Path:
         return self.path / "DECISION"
@@ -201,6 +204,13 @@ class Channel:
         (self.path / "LATEST").unlink(missing_ok=True)
         self._sync_directory()
         self.remove_superseded(None)
+
+    def remove_leftovers_of(self, publisher: int) -> None:
+        """Removes the offer of one of several publishers, and what it left half written. Under its lock."""
+        self.offer_of(publisher).unlink(missing_ok=True)
+        for name in (self.offer_of(publisher).name, self.leases_of(publisher).name):
+            for path in self.path.glob(f".{name}.*.tmp"):
+                path.unlink(missing_ok=True)
 
     # --- files of a channel ------------------------------------------------------------------------
 

@@ -148,6 +148,10 @@ class LeaseTable:
         self._mapping = mapping
 
     @property
+    def is_open(self) -> bool:
+        return self._mapping is not None
+
+    @property
     def is_at_path(self) -> bool:
         """False when the open table's file was removed, or replaced by another."""
         try:

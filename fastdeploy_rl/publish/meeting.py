@@ -105,7 +105,7 @@ class Meeting:
         self._seen: set[int] = set()  # parts that were alive when last looked at: only they can be lost
 
     def open(self) -> None:
-        self._remove_offer()
+        self._channel.remove_leftovers_of(self.part.index)
         fd = os.open(self._channel.bell_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, 0, _BELL_BYTES)
@@ -136,11 +136,20 @@ class Meeting:
 
     def refuse(self, error: BaseException) -> None:
         """Tells all who wait with an offer that this round came to nothing."""
-        name, text = _told(error)
-        offers = [self._standing(index) for index in range(1, self.part.count)]
-        outcome = _Outcome(tuple(offer.nonce for offer in offers if offer), name, text)
+        outcome = _Outcome(tuple(self._standing_nonces()), *_told(error))
         self._channel.replace("OUTCOME", msgspec.json.encode(outcome))
         self._ring()
+
+    def _standing_nonces(self) -> Iterator[str]:
+        for index in range(1, self.part.count):
+            try:
+                offer = self._standing(index)
+            except ManifestError as error:
+                # Perhaps the very reason of the refusal: the others are told all the same.
+                _log.warning("channel=%s event=unreadable_offer reason=%s", self._channel.path, error)
+                continue
+            if offer is not None:
+                yield offer.nonce
 
     def await_acknowledged(self) -> None:
         """Returns when every live part has read that its offer was published, or after a moment of grace."""
@@ -260,13 +269,14 @@ class Meeting:
         while True:
             bell = self._look()
             lost = self._lost_leader(offer.step)
+            outcome = self._outcome()
+            # Read after the outcome: who broke off when LATEST was written already says so in vain.
             latest = self._channel.read_latest()
             if latest is not None and latest != seen:
                 found = self._manifest_with(offer, latest)
                 if found is not None:
                     return found
                 seen = latest
-            outcome = self._outcome()
             if outcome is not None and offer.nonce in outcome.nonces:
                 raise from_wire(outcome.error, outcome.text)
             if lost is not None:
@@ -301,24 +311,21 @@ class Meeting:
 
     # --- files -------------------------------------------------------------------------------------
 
-    def _offer_name(self, index: int) -> str:
-        return f"OFFER.{index}"
-
     def _write_offer(self, offer: Offer) -> None:
-        self._channel.replace(self._offer_name(self.part.index), msgspec.json.encode(offer))
+        self._channel.replace(self._channel.offer_of(self.part.index).name, msgspec.json.encode(offer))
         self._ring()
 
     def _remove_offer(self) -> None:
-        (self._channel.path / self._offer_name(self.part.index)).unlink(missing_ok=True)
+        self._channel.offer_of(self.part.index).unlink(missing_ok=True)
 
     def _standing(self, index: int) -> Offer | None:
         """The offer of a part, dead or alive; read anew only when its file is another."""
-        name = self._offer_name(index)
+        path = self._channel.offer_of(index)
         try:
-            status = os.stat(self._channel.path / name, follow_symlinks=False)
+            status = os.stat(path, follow_symlinks=False)
             is_known = index in self._read and self._read[index][0] == (status.st_ino, status.st_mtime_ns)
             if not is_known:
-                offer = _decoded(name, self._channel.read(name, manifests.MAX_BYTES), Offer)
+                offer = _decoded(path.name, self._channel.read(path.name, manifests.MAX_BYTES), Offer)
                 self._read[index] = (status.st_ino, status.st_mtime_ns), offer
         except FileNotFoundError:
             return None

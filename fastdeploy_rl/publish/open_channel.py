@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.errors import ChannelBusyError, VersionRegressError
+from fastdeploy_rl.errors import ChannelBusyError, ManifestError, VersionRegressError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.publish.arena_shelf import ArenaInHand, ArenaShelf
@@ -109,9 +109,7 @@ class OpenChannel:
         self._check(wish.arrangement, version)
         found = self._publish_borrowed(wish, version) if wish.is_borrowed else self._publish_copy(wish, version)
         self.latest, self._latest_segments = found.latest, found.manifest.segments
-        if self.part.index == 0:
-            self.channel.remove_superseded(found.latest)
-            self._sweep_surplus_parts()
+        self._tidy()
         return found.manifest
 
     def close(self, keep: bool) -> None:
@@ -124,13 +122,17 @@ class OpenChannel:
                 return
             if self.part.index == 0 or self._kept_rows(self.part.index):
                 self.channel.remove_latest()
-                self._latest_segments = ()
+                self.latest, self._latest_segments = None, ()
             self.shelf.unlink()
-            self._sweep_surplus_parts()
+            self._tidy()
 
     def sweep_all_parts(self) -> int:
-        """Removes what all other publishers left that live no more; bytes. ChannelBusyError where one lives."""
-        return sum(self._sweep(index) for index in self.channel.publishers())
+        """Removes what all other publishers left; bytes. ChannelBusyError where one lives: then nothing is removed."""
+        indices = self.channel.publishers()
+        with ExitStack() as locks:
+            for index in indices:
+                locks.callback(_locked(self.channel, index).release)
+            return sum(self._emptied(index) for index in indices)
 
     # --- life --------------------------------------------------------------------------------------
 
@@ -141,16 +143,30 @@ class OpenChannel:
             self.channel.remove_superseded(self.latest)
             self._sweep_surplus_parts()
 
+    def _tidy(self) -> None:
+        """What is decided is not undone because something old cannot be removed yet: the next one tries again."""
+        if self.part.index:
+            return
+        try:
+            self.channel.remove_superseded(self.latest)
+            self._sweep_surplus_parts()
+        except (OSError, ChannelBusyError) as error:
+            _log.warning("channel=%s event=not_tidied reason=%s", self.channel.path, error)
+
     def _sweep_surplus_parts(self) -> None:
         """What processes left that took part before, when there were more of them."""
-        if self.part.index == 0:
-            for index in self.channel.publishers():
-                if index >= self.part.count and not self._kept_rows(index):
-                    self._sweep(index)
+        for index in self.channel.publishers():
+            if index >= self.part.count and not self._kept_rows(index):
+                self._sweep(index)
 
-    def _sweep(self, index: int) -> int:
+    def _sweep(self, index: int) -> None:
         with ExitStack() as stack:
             stack.callback(_locked(self.channel, index).release)
+            self._emptied(index)
+
+    def _emptied(self, index: int) -> int:
+        """Under that publisher's lock: its memory and files are gone; bytes of memory."""
+        with ExitStack() as stack:
             table = LeaseTable(self.channel.leases_of(index), self.channel.holders_dir)
             table.open()
             stack.callback(table.close)
@@ -160,6 +176,7 @@ class OpenChannel:
             num_bytes = shelf.num_bytes
             shelf.unlink()
             self.channel.leases_of(index).unlink()
+            self.channel.remove_leftovers_of(index)
             return num_bytes
 
     def _kept_rows(self, publisher: int) -> frozenset[int]:
@@ -181,7 +198,7 @@ class OpenChannel:
     def _tell(self, step: int, error: BaseException) -> None:
         try:
             self._meeting.refuse(error) if self.part.index == 0 else self._meeting.report(step, error)
-        except OSError as untold:
+        except (OSError, ManifestError) as untold:
             _log.warning("channel=%s part=%d event=untold reason=%s", self.channel.path, self.part.index, untold)
 
     def _publish_copy(self, wish: Wish, version: WeightVersion) -> Found:

@@ -48,13 +48,14 @@ class Published:
         process, and nobody can get one any more. Then they may change, and be published again.
 
         DeadlineExceededError names the engines that still hold it; then nothing changed, and the version can still be
-        taken. A copied publication has nothing to wait for: its tensors may change at any time."""
-        rows = [
-            segment.arena
+        taken. LifecycleError once the publisher is closed. A second call does nothing. A copied publication has nothing
+        to wait for: its tensors may change at any time."""
+        contents = {
+            segment.arena: segment.generation
             for segment in self.manifest.segments
             if segment.is_borrowed and segment.publisher == self._opened.part.index
-        ]
-        self._opened.memory.take_back(rows, deadline_ns(config.checked_deadline(deadline_s)))
+        }
+        self._opened.memory.take_back(contents, deadline_ns(config.checked_deadline(deadline_s)))
 
 
 class Retired(NamedTuple):
@@ -154,9 +155,11 @@ class WeightPublisher:
         opened = self._started()
         began = time.monotonic()
         until_ns = deadline_ns(self._deadline_s if deadline_s is None else config.checked_deadline(deadline_s))
-        if borrow and layout != "full":
-            raise ConfigurationError(f"borrowed tensors are published as they lie: layout 'full', got {layout!r:.80}")
         with opened.telling_others(step):
+            if borrow and layout != "full":
+                raise ConfigurationError(
+                    f"borrowed tensors are published as they lie: layout 'full', got {layout!r:.80}"
+                )
             arrangement = arrange(_borrow_all(state_dict), layout, convention, shards)
             manifest = opened.publish(Wish(arrangement, step, borrow, until_ns, on_progress))
         seconds = time.monotonic() - began

@@ -102,7 +102,7 @@ class LentMemory:
         for row, lent in self._lent.items():
             offset = address - lent.mapping.address
             if offset >= 0 and offset + num_bytes <= lent.mapping.num_bytes:
-                return Place(row, _aligned(name, offset))
+                return Place(row, _checked_offset(name, offset))
         raise TrainerError(
             f"{name!r} cannot be borrowed: other processes cannot map the memory it lies in; compute in memory from "
             "publisher.allocate(...), or publish a copy (borrow=False)"
@@ -133,13 +133,20 @@ class LentMemory:
                     "wait_released(deadline_s) on that publication before the tensors change and are published again"
                 )
 
-    def take_back(self, rows: Iterable[int], deadline_ns: int) -> None:
-        """Waits until no live process leases any of the rows; then they are the trainer's, and nobody gets a new lease.
-        DeadlineExceededError names the holders; then nothing changed, and what is published can still be taken."""
+    def take_back(self, contents: Mapping[int, int], deadline_ns: int) -> None:
+        """`contents`: row -> the generation it was published as; one that was taken back before is left as it is, also
+        where it was published again since. Waits until no live process leases any of them; then they are the trainer's,
+        and nobody gets a new lease. DeadlineExceededError names the holders; then nothing changed, and what is
+        published can still be taken. LifecycleError when the publisher is closed."""
+        if contents and not self._table.is_open:
+            raise LifecycleError(
+                f"the publisher of {self._table.path.parent} is closed, so nobody can say when engines let go of this "
+                "memory: call wait_released before close"
+            )
         taken: list[int] = []
         try:
-            for row in rows:
-                if row in self._lent and not self._table.is_written(row):
+            for row, generation in contents.items():
+                if self._table.generation(row) == generation:
                     self._table.wait_free([row], deadline_ns)
                     taken.append(row)
         except BaseException as error:
@@ -150,7 +157,7 @@ class LentMemory:
             raise
 
 
-def _aligned(name: str, offset: int) -> int:
+def _checked_offset(name: str, offset: int) -> int:
     if offset % ALIGNMENT:
         raise TrainerError(
             f"{name!r} cannot be borrowed: it begins inside an allocated tensor, at byte {offset} of its memory, which "

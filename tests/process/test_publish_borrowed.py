@@ -188,6 +188,30 @@ def test_a_copy_of_borrowed_memory_may_be_published_at_any_time(
     borrowed.wait_released(0.1)
 
 
+def test_an_earlier_publication_of_the_same_memory_takes_nothing_back_from_a_later_one(
+    publisher: WeightPublisher, memory: TrainerMemory, start: Start
+) -> None:
+    earlier = publisher.publish(memory, step=1, borrow=True)
+    earlier.wait_released(60)
+    _train(memory, 2)
+    publisher.publish(memory, step=2, borrow=True)
+    earlier.wait_released(60)
+    holder = start("hold")
+    assert _line(holder) == "held 1.2"
+    holder.communicate("\n", timeout=60)
+    assert holder.returncode == 0
+
+
+def test_memory_is_taken_back_before_the_publisher_closes(channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        memory = publisher.allocate({"w": ("F32", (4,))})
+        copied = publisher.publish(memory, step=1)
+        borrowed = publisher.publish(memory, step=2, borrow=True)
+    with pytest.raises(LifecycleError, match=r"is closed.*call wait_released before close"):
+        borrowed.wait_released(0.1)
+    copied.wait_released(0.1)
+
+
 def test_an_engine_that_serves_from_the_trainers_memory_lets_go_of_it_when_cleared(
     publisher: WeightPublisher, channel: Path
 ) -> None:
@@ -219,7 +243,7 @@ def test_each_part_takes_back_its_own_memory(channel: Path) -> None:
             assert pending.result().manifest == published.manifest
             assert [(s.publisher, s.is_borrowed) for s in published.manifest.segments] == [(0, True), (1, True)]
             with pytest.raises(LifecycleError, match="wait_released"):
-                second.publish(memories[1], step=step + 1, borrow=True, deadline_s=0.1)
+                second.publish(memories[1], step=9, borrow=True, deadline_s=0.1)  # of a step that nobody else tries
             for own in (published, pending.result()):
                 own.wait_released(1)
 
@@ -393,6 +417,30 @@ def test_arenas_and_allocated_memory_share_sixteen_rows(publisher: WeightPublish
         publisher.allocate({"w": ("F32", (4,))})
     with pytest.raises(NoPublicationError):
         retire(Path("/nonexistent"))
+
+
+def test_a_version_that_lies_in_more_rows_than_a_publisher_has_arenas_is_followed_by_the_next(channel: Path) -> None:
+    publisher = WeightPublisher(channel)
+    publisher.start()
+    state = {}
+    for name in "abcd":
+        state.update(publisher.allocate({name: ("F32", (4,))}))
+    publisher.publish(state, step=1, borrow=True)
+    publisher.close(keep=True)
+    del state
+    with WeightPublisher(channel, max_arenas=2) as publisher:
+        publisher.publish(weights(1), step=1, deadline_s=0.2)
+        publisher.publish(weights(2), step=2, deadline_s=0.2)
+
+
+def test_a_copy_has_no_room_beside_sixteen_pieces_of_allocated_memory(
+    publisher: WeightPublisher, channel: Path
+) -> None:
+    for _ in range(16):
+        publisher.allocate({"w": ("F32", (4,))})
+    with pytest.raises(NoSpaceError, match=r"all 16 rows .* are taken: allocate fewer"):
+        publisher.publish(weights(1), step=1)
+    assert not (channel / "LATEST").exists()
 
 
 def test_memory_of_a_killed_trainer_is_taken_over_by_the_next(channel: Path, start: Start) -> None:

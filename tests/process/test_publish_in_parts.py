@@ -371,6 +371,52 @@ def test_retiring_while_another_part_lives_changes_nothing(world: World) -> None
     retire(world.channel)
 
 
+def test_retiring_takes_nothing_of_the_dead_either_while_the_last_part_lives(world: World) -> None:
+    parts = [world.start(index, 3) for index in range(3)]
+    for part, name in zip(parts, ("w", "v", "norm"), strict=True):
+        part.ask(1, whole=[name])
+    assert [part.answer()["version"] for part in parts] == ["1.1"] * 3
+    for part in parts[:2]:
+        part.kill()
+    with pytest.raises(ChannelBusyError, match="part 2"):
+        retire(world.channel)
+    _assert_holds(world.channel, 1, ("w", "v", "norm"))
+    parts[2].end()
+
+
+def test_a_surplus_part_that_lives_keeps_nobody_from_publishing(tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    with WeightPublisher(channel) as alone, WeightPublisher(channel, part=(1, 2)):
+        assert alone.publish({"w": whole("w", 1)}, step=1).version.step == 1
+        assert alone.publish({"w": whole("w", 2)}, step=2).version.step == 2
+        _assert_holds(channel, 2, ("w",))
+
+
+def test_an_offer_that_cannot_be_read_is_said_to_all_parts(world: World) -> None:
+    parts = [world.start(index, 3) for index in (0, 1)]
+    unread = world.start(2, 3)
+    (world.channel / "OFFER.2").write_text('{"later": 1}')
+    parts[1].ask(1, whole=["v"], deadline_s=60)
+    _await_file(world.channel / "OFFER.1")
+    parts[0].ask(1, whole=["w"], deadline_s=60)
+    for part in parts:
+        answer = part.answer()
+        assert (answer["error"], "OFFER.2 of the channel cannot be read" in answer["text"]) == ("ManifestError", True)
+    assert world.latest() == ""
+    unread.end()
+
+
+def test_what_a_killed_part_left_half_written_goes_with_its_next_start(world: World) -> None:
+    world.start(1, 2).kill()
+    left = [world.channel / name for name in ("OFFER.1", ".OFFER.1.0a1b.tmp", ".LEASES.1.0a1b.tmp")]
+    others = world.channel / ".OFFER.12.0a1b.tmp"
+    for path in (*left, others):
+        path.write_bytes(b"half")
+    world.start(1, 2).end()
+    assert [path.name for path in left if path.exists()] == []
+    assert others.exists()
+
+
 def test_parts_killed_at_any_moment_leave_all_of_a_version_or_nothing(world: World) -> None:
     names = (["w"], ["v"], ["norm"])
     parts = [world.start(index, 3) for index in range(3)]

@@ -31,7 +31,7 @@ meeting = BoardRendezvous(board, int(sys.argv[2]))
 print("ready", flush=True)
 for number in range(1, int(sys.argv[3]) + 1):
     deadline_ns = time.monotonic_ns() + 10**10
-    while meeting.await_command(number - 1, deadline_ns) is None: pass
+    if meeting.await_command(number - 1, deadline_ns) is None: sys.exit("rank 0 went away")
     meeting.vote(number, Ballot.STAGED)
     meeting.await_decision(Question.INSTALL, number, deadline_ns)
     meeting.vote(number, Ballot.FINISHED)

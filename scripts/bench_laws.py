@@ -40,7 +40,8 @@ def _model() -> list[ParameterSpec]:
 
 
 def _publication() -> Manifest:
-    """The same tensors in BF16, cut for as many ranks: half of them where the model cuts them, half elsewhere."""
+    """The same tensors in BF16, cut for as many ranks: a third where the model cuts them, a third along the other axis,
+    a third that the model leaves whole."""
     part_bytes = SIDE * SIDE * 2 // RANKS
     aligned = -(-part_bytes // 512) * 512
     share = SIDE // RANKS

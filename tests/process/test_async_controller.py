@@ -138,8 +138,10 @@ def test_cancelling_while_the_command_runs_hands_the_slot_over(board: Board) -> 
 
     async def steer() -> None:
         async with AsyncEngineController(board.port) as controller:
+            running = asyncio.create_task(controller.update("1.1"))
+            await until_states(board, SlotState.RUNNING)
             with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(controller.update("1.1"), 0.2)
+                await asyncio.wait_for(running, 0.01)
             assert states(board) == [SlotState.ABANDONED]
             engine.gate.set()
             await until_states(board)

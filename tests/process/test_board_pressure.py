@@ -1,5 +1,6 @@
 """More clients than the board has slots, slow ones, and ones that vanish: each live one gets its own outcome."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -61,10 +62,7 @@ def test_killed_clients_leave_free_slots_wherever_they_were(board: Board):
     points = ["finished", "submitted", "claimed"]
     with Answering(board) as engine, Sequencer.create(points) as order, ExitStack() as stack:
         engine.gate.set()
-        victims = [
-            stack.enter_context(client_process(board, "stop", point, order.name))
-            for point in ("finished", "submitted", "claimed")
-        ]
+        victims = [stack.enter_context(client_process(board, "stop", point, order.name)) for point in points]
         order.await_end()
         await_states(board, lambda taken: taken == [SlotState.CLAIMED, SlotState.FINISHED, SlotState.FINISHED])
         for victim in victims:
@@ -111,7 +109,7 @@ def test_a_slow_client_finds_its_outcome_and_report_however_late_it_comes(board:
             await_states(board, lambda taken: taken == [SlotState.FINISHED])
             for number in range(KEPT_REPORTS + 10):
                 assert client.update(f"5.{number}").version == f"5.{number}"
-            slow.send_signal(10)
+            slow.send_signal(signal.SIGUSR1)
             assert slow.stdout.read() == "1.1\n"
         assert states(board) == []
         client.update("6.6")

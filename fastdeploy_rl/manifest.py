@@ -114,8 +114,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Make one with `build_manifest` or `decode`; only those
-    check it. `aliases`: a further name -> the tensor's name."""
+    """Made and checked by `build_manifest` and `decode` only. `aliases`: a further name -> the tensor's name."""
 
     format: Literal["fastdeploy_rl.manifest/1"]
     version: str

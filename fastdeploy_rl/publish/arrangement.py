@@ -103,7 +103,7 @@ class Arrangement:
 
     @property
     def description(self) -> object:
-        """Equal for arrangements whose contributions differ in nothing but places and checksums."""
+        """Equal for arrangements that `check` cannot tell apart; which slices this process has is left out."""
         tensors = [(t.rule, t.host.dtype, t.shape, t.shard_axis, len(t.pieces)) for t in self.tensors]
         return self.layout, tensors, self.aliases
 
@@ -159,9 +159,7 @@ def arrange(
     or one that N does not divide.
     """
     num_ranks = _num_ranks(layout)
-    unknown = next((name for name in shards if name not in tensors), None)
-    if unknown is not None:
-        raise ConfigurationError(f"shards name {unknown!r:.600}, which is not among the tensors")
+    _check_shards_given(shards, tensors)
     held = {
         name: _held(name, host, _rule(convention, name, _whole(host, shards.get(name))), shards.get(name), num_ranks)
         for name, host in tensors.items()
@@ -175,6 +173,14 @@ def arrange(
         for name, tensor in stored.items()
     )
     return Arrangement(layout, arranged, aliases, num_bytes)
+
+
+def _check_shards_given(shards: Shards, tensors: Mapping[str, HostTensor]) -> None:
+    for name, shard in shards.items():
+        if name not in tensors:
+            raise ConfigurationError(f"shards name {name!r:.600}, which is not among the tensors")
+        if not isinstance(shard, Shard) or any(type(number) is not int for number in shard):
+            raise ConfigurationError(f"the shard of {name!r:.600} must be a Shard of four integers, got {shard!r:.80}")
 
 
 def _num_ranks(layout: str) -> int:

@@ -172,6 +172,12 @@ def test_shards_of_a_tensor_that_is_not_published_are_refused() -> None:
         _contribute(0, {"w": W}, {"v": Shard(0, 0, 8, 8)})
 
 
+@pytest.mark.parametrize("shard", [(0, 0, 8, 8), Shard(0, 0.0, 8, 8), Shard(0, np.int64(0), 8, 8), None])  # type: ignore[arg-type]
+def test_a_shard_that_is_none_is_refused_by_name(shard: Any) -> None:
+    with pytest.raises(ConfigurationError, match="shard of 'w' must be a Shard of four integers"):
+        _contribute(0, {"w": W}, {"w": shard})
+
+
 def test_a_convention_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="must give a TensorRule with a name for 'w', got None"):
         _contribute(0, {"w": W}, convention=lambda name, shape: None)  # type: ignore[arg-type,return-value]

@@ -6,11 +6,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fastdeploy_rl.config import default_channel
+
+START_S = 600.0
+"""How long an engine may take until it serves: a large model has much to read."""
+STOP_S = 60.0
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -43,17 +48,30 @@ def engine_of(options: argparse.Namespace) -> Iterator[int | str]:
                 _await_ready(engine)
                 yield int(port)
             finally:
-                engine.terminate()
+                _stop(engine)
 
 
 def _await_ready(engine: "subprocess.Popen[str]") -> None:
     """The engine tells as JSON lines what it starts, and when it serves."""
-    for line in engine.stdout or ():
-        event = json.loads(line)["event"]
-        print(f"engine: {event}", flush=True)
-        if event == "ready":
-            return
+    deadline = threading.Timer(START_S, engine.kill)  # which ends its output, and the loop
+    deadline.start()
+    try:
+        for line in engine.stdout or ():
+            event = json.loads(line)["event"]
+            print(f"engine: {event}", flush=True)
+            if event == "ready":
+                return
+    finally:
+        deadline.cancel()
     sys.exit("the engine did not start: see its message above")
+
+
+def _stop(engine: "subprocess.Popen[str]") -> None:
+    engine.terminate()
+    try:
+        engine.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        engine.kill()
 
 
 def _free_port() -> int:

@@ -253,6 +253,14 @@ def test_broken_index_is_named(directory: Path, weight_map: object, message: str
         Checkpoint.open(directory)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_a_pipe_in_a_files_place_is_not_waited_for(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+        Checkpoint.open(directory)
+
+
 def test_tensor_in_two_shards_names_file_and_tensor(directory: Path) -> None:
     split_into_shards(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]

@@ -192,6 +192,13 @@ def test_limits_that_cannot_work_are_named(first: Path, limits: dict[str, int], 
         EmbeddedRunner(first, 0, 1, None, **limits)
 
 
+def test_shorter_requests_need_no_tables_for_all_positions_of_the_model(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", max_position_embeddings=2**31 - 1)
+    runner = open_runner(directory, max_model_len=64, num_kv_pages=4)
+    submit(runner, [[5, 6]], 1)
+    assert runner.execute(next_step(runner)).shape == (1, runner.config.vocab_size)
+
+
 def test_model_that_does_not_split_is_refused_before_anything_is_loaded(first: Path) -> None:
     (first / "model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match="does not split over 4 ranks"):

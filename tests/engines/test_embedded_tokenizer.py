@@ -108,9 +108,10 @@ def test_template_has_what_transformers_gives_it(directory: Path) -> None:
     template += "{% if tools is not none or documents is not none %}tools{% endif %}"
     template += "{% generation %}{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endgeneration %}"
     template += "{{ strftime_now('%Y')|length }}{{ 'a'|indent(2, true) }}{% for i in range(2) %}{{ i }}{% endfor %}"
+    template += "{{ 'b'|indent(width=2, first=true) }}{{ 'c'|center(3) }}{{ ('d'|center)|length }}"
     write_settings(directory, chat_template=template)
     messages = [{"role": "user", "content": "<ü>"}, {"role": "assistant", "content": "no"}]
-    assert open_tokenizer(directory).render_chat(messages) == '{"role": "user", "content": "<ü>"}24  a01'
+    assert open_tokenizer(directory).render_chat(messages) == '{"role": "user", "content": "<ü>"}24  a01  b c 80'
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def test_template_has_what_transformers_gives_it(directory: Path) -> None:
         "{{ 'a'.ljust(10000000000) }}",
         "{{ 'a'|center(10000000000) }}",
         "{{ 'a'|indent(10000000000, true) }}",
+        "{{ 'a'|indent(first=true, width=10000000000) }}",
         "{{ messages | tojson(indent=10000000000) }}",
         "{% for i in range(100) %}{{ 'a' * 1000000 }}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

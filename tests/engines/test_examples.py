@@ -38,11 +38,14 @@ def test_the_numpy_trainer_starts_an_engine_and_every_version_is_verified(tmp_pa
 
 
 def test_an_engine_that_does_not_start_is_said(tmp_path: Path) -> None:
-    options = ["--model", str(tmp_path), "--ipc-dir", str(tmp_path / "channel")]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "numpy_trainer.py"), *options], capture_output=True, timeout=110, check=False
-    )
+    model = write_tiny_llama(tmp_path / "model")
+    (model / "config.json").unlink()
+    command = [sys.executable, str(EXAMPLES / "numpy_trainer.py")]
+    options = ["--model", str(model), "--ipc-dir", str(tmp_path / "channel")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode != 0
+    assert "config.json" in done.stderr
+    assert done.stderr.endswith("the engine did not start: see its message above\n")
     assert not (tmp_path / "channel").exists()
 
 

@@ -148,9 +148,12 @@ def _to_json(
 
 
 def _narrow(pad: Callable[..., str]) -> Callable[..., str]:
-    def narrow(value: str, width: int | str = 4, *options: bool) -> str:
-        _check_width(width)
-        return pad(value, width, *options)
+    """The same filter, refusing every number that is too wide, wherever it stands."""
+
+    def narrow(value: str, *options: Any, **named: Any) -> str:
+        for option in (*options, *named.values()):
+            _check_width(option)
+        return pad(value, *options, **named)
 
     return narrow
 

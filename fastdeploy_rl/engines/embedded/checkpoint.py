@@ -24,6 +24,7 @@ from fastdeploy_rl.engines.embedded.model_config import (
     EMBEDDING,
     HEAD,
     ModelConfig,
+    check_regular,
     local_shape,
     parameter_specs,
     read_config,
@@ -213,8 +214,7 @@ def _map_files(directory: Path) -> dict[str, FileMap]:
 
 
 def _open_file(path: Path) -> FileMap:
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path}: not a regular file")  # a pipe would be waited for without an end
+    check_regular(path)
     return FileMap.open(path)
 
 

@@ -90,9 +90,12 @@ class StepInputs(NamedTuple):
 
 
 class DecoderModel:
-    """Rank `rank` of `num_ranks`. `bind` before `forward`; a forward pass is a meeting of all ranks."""
+    """Rank `rank` of `num_ranks`. `bind` before `forward`; a forward pass is a meeting of all ranks. `num_positions`:
+    how many tokens a request may have."""
 
-    def __init__(self, config: ModelConfig, rank: int, num_ranks: int, collectives: Collectives | None) -> None:
+    def __init__(
+        self, config: ModelConfig, rank: int, num_ranks: int, num_positions: int, collectives: Collectives | None
+    ) -> None:
         self._config = config
         self._rank = rank
         self._collectives = collectives
@@ -100,7 +103,7 @@ class DecoderModel:
         self._num_kv_heads = config.num_key_value_heads // num_ranks
         self._first_token = rank * (config.padded_vocab_size(num_ranks) // num_ranks)
         self._parameters: Parameters | None = None
-        self._cosines, self._sines = _rotary_tables(config)
+        self._cosines, self._sines = _rotary_tables(config, num_positions)
         self._swap_halves = _swap_halves_matrix(config.head_dim)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
@@ -280,13 +283,13 @@ def _numpy_view(tensor: Tensor) -> Floats:
     return values
 
 
-def _rotary_tables(config: ModelConfig) -> tuple[Floats, Floats]:
+def _rotary_tables(config: ModelConfig, num_positions: int) -> tuple[Floats, Floats]:
     """cos and sin of position x frequency for every position,
     [positions, head_dim]: both halves alike, as Hugging Face has it."""
     frequencies = 1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling is not None:
         frequencies = _stretched(frequencies, config.rope_scaling)
-    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
+    positions = np.arange(num_positions, dtype=np.float32)
     angles = np.outer(positions, frequencies.astype(np.float32)).astype(np.float32)
     both = np.concatenate([angles, angles], axis=1)
     return np.cos(both), np.sin(both)

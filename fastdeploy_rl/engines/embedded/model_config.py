@@ -111,7 +111,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path) -> bytes:
-    """A small file of a model directory, whole; CheckpointError when it is missing or larger than MAX_FILE_BYTES."""
+    """A small file of a model directory, whole; CheckpointError when it is missing, no regular file or larger than
+    MAX_FILE_BYTES."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -120,6 +122,12 @@ def read_bounded(path: Path) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise CheckpointError(f"{path}: more than {MAX_FILE_BYTES} bytes")
     return data
+
+
+def check_regular(path: Path) -> None:
+    """CheckpointError for what is there and no file: a pipe would be waited for without an end."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")
 
 
 def parameter_specs(config: ModelConfig, num_ranks: int = 1) -> tuple[ParameterSpec, ...]:

@@ -61,7 +61,8 @@ class EmbeddedRunner:
         _share_cores(num_ranks)
         num_pages = _checked_kv_pages(self.max_model_len, max_num_seqs, num_kv_pages)
         self._specs = parameter_specs(self.config, num_ranks)
-        self._model = DecoderModel(self.config, rank, num_ranks, collectives if num_ranks > 1 else None)
+        used_collectives = collectives if num_ranks > 1 else None
+        self._model = DecoderModel(self.config, rank, num_ranks, self.max_model_len, used_collectives)
         self._cache = KVCache(_cache_shape(self.config, num_ranks, num_pages))
         limits = self._scheduler_limits(max_num_seqs, max_step_tokens)
         self._scheduler = Scheduler(limits, PageAllocator(num_pages)) if rank == 0 else None

@@ -43,8 +43,8 @@ class NumpyRunner:
         self._kv_digest: str | None = None
 
     def load(self, seed: int) -> dict[str, TensorView]:
-        """A cold start: this rank's slices of the weights that
-        `random_weights` gives for `seed`, in memory of its own."""
+        """A cold start: binds this rank's slices of the weights that `random_weights` gives for `seed`. They lie in
+        memory of their own."""
         tensors = random_weights(self._model, seed)
         views: dict[str, TensorView] = {}
         slices = {spec.name: local_values(spec, tensors, self.rank, self.num_ranks) for spec in self._updated()}

@@ -89,14 +89,18 @@ class StatusWord:
         return self._adopt(name, link)
 
     def _adopt(self, name: str, link: str) -> bool:
-        try:
-            recreated = _attach(self._word, self._port)
-        except EngineNotFoundError:
-            return False  # it vanished again: the next look restores it
+        # By a name of our own: foreign ones may take the word's away, or recreate it once more, at any moment.
         fresh = f"{link}.new"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh)
-        os.link(name, fresh)
+        try:
+            os.link(name, fresh)
+        except OSError:
+            return False  # it vanished again, or is nothing to follow: the next look tells
+        recreated = _attach_whole(os.path.basename(fresh))
+        if recreated is None:
+            os.unlink(fresh)
+            return False
         os.replace(fresh, link)
         self._segment, old = recreated, self._segment
         del old  # unmapped when the watcher lets go of it
@@ -111,6 +115,18 @@ def _attach(word: str, port: int) -> SharedSegment:
         return SharedSegment.attach(word_name(word, port), writable=True)
     except SegmentError as error:
         raise EngineNotFoundError(f"no engine has status words at port {port}: {error}") from error
+
+
+def _attach_whole(name: str) -> SharedSegment | None:
+    """None for what is no word, or not one yet: its maker has not given it its size."""
+    try:
+        segment = SharedSegment.attach(name, writable=True)
+    except SegmentError:
+        return None
+    if segment.num_bytes >= WORD_BYTES:
+        return segment
+    segment.close()
+    return None
 
 
 class LegacySignal:

@@ -4,19 +4,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastdeploy_rl.board.legacy import LegacySignal, word_name
+from fastdeploy_rl.board import legacy
+from fastdeploy_rl.board.legacy import LegacySignal, StatusWord, create_words, unlink_words, word_name
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.errors import EngineNotFoundError, UpdateRejectedError
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
-from tests.process.numpy_engine import NumpyEngine
+from tests.process.numpy_engine import NumpyEngine, free_port
 from tests.process.test_update_numpy import MODEL, publish
 
 FOREIGN = """
@@ -153,6 +154,73 @@ def test_a_recreated_word_is_followed(tmp_path: Path):
             eventually(lambda: signal._word.load() == 0, "the request in the new word is answered")
         assert os.stat(f"/dev/shm/{name}").st_ino != followed
         assert engine.holds(random_weights(MODEL, 5))
+
+
+@pytest.fixture
+def word() -> Iterator[StatusWord]:
+    port = free_port()
+    create_words(port)
+    try:
+        word = StatusWord("model_weights_status", port)
+        yield word
+        word.close()
+    finally:
+        unlink_words(port)
+
+
+def make_anew(word: StatusWord, data: bytes) -> Path:
+    """In this process, so that it can happen between two steps of the keeper."""
+    path = Path(f"/dev/shm/{word_name('model_weights_status', word._port)}")
+    path.unlink()
+    path.write_bytes(data)
+    return path
+
+
+def test_a_recreated_word_that_vanishes_while_it_is_followed_is_given_up_for_the_old_one(
+    word: StatusWord, monkeypatch: pytest.MonkeyPatch
+):
+    path = make_anew(word, b"\1\0\0\0")
+    link = os.link
+
+    def vanished(source: str, target: str) -> None:
+        path.unlink(missing_ok=True)
+        link(source, target)
+
+    monkeypatch.setattr(legacy.os, "link", vanished)
+    assert not word.follow()
+    monkeypatch.undo()
+    assert not word.follow()
+    assert path.read_bytes() == bytes(4)
+    assert word.load() == 0
+    word.store(-1)
+    assert path.read_bytes() == b"\xff\xff\xff\xff"
+
+
+def test_a_word_that_is_recreated_again_while_it_is_followed_is_followed_to_the_last(
+    word: StatusWord, monkeypatch: pytest.MonkeyPatch
+):
+    make_anew(word, bytes(4))
+    link = os.link
+
+    def recreated(source: str, target: str) -> None:
+        make_anew(word, b"\1\0\0\0")
+        link(source, target)
+
+    monkeypatch.setattr(legacy.os, "link", recreated)
+    assert word.follow()
+    monkeypatch.undo()
+    word.follow()
+    assert word.load() == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\1"])
+def test_a_word_without_its_size_is_not_followed_yet(word: StatusWord, data: bytes):
+    path = make_anew(word, data)
+    assert not word.follow()
+    assert word.load() == 0
+    path.write_bytes(b"\1\0\0\0")
+    assert word.follow()
+    assert word.load() == 1
 
 
 def test_clear_and_update_by_the_word(tmp_path: Path):

@@ -48,7 +48,7 @@ class CompletionService:
             )
 
     def prepare(self, body: Body) -> "RunningCompletion":
-        """RequestError for a model, prompt or length that cannot be. Starts nothing."""
+        """RequestError for a model, prompt or length that cannot be. Starts nothing; may run in any thread."""
         if body.model:
             self.check_model(body.model)
         # Before any of them is made: a small body can ask for a hundred million choices.

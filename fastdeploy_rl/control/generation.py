@@ -146,7 +146,7 @@ class GenerationClient(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back, from any thread."""
 
     @property
     def eos_token_ids(self) -> Sequence[int]: ...

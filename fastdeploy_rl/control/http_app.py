@@ -129,7 +129,8 @@ async def _complete(
     face: EngineFace, watches: set["asyncio.Task[None]"], request: Request, parse: Callable[[bytes], Body]
 ) -> Response:
     body = parse(await _read_body(request))
-    running = face.completions.prepare(body)
+    # In a thread: making tokens of megabytes of text takes seconds, in which nobody else would be answered.
+    running = await asyncio.to_thread(face.completions.prepare, body)
     await face.weights.check_serving()
     running.start()
     watch = asyncio.create_task(_cancel_when_gone(request, running))

@@ -2,12 +2,23 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import MODEL, NEUTRAL, AbortingEngine, FullEngine, ScriptedBoard, ScriptedEngine, make_face
+from fake_engine import (
+    MODEL,
+    NEUTRAL,
+    AbortingEngine,
+    ByteTokenizer,
+    FullEngine,
+    ScriptedBoard,
+    ScriptedEngine,
+    make_face,
+)
 
 from fastdeploy_rl.control.generation import GenerationDefaults, SamplingOptions
 from fastdeploy_rl.control.http_app import make_app
@@ -316,6 +327,30 @@ def test_bad_json_is_a_400_in_the_error_form(client: Client, data: bytes) -> Non
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert client.engine.requests == []
+
+
+def test_a_prompt_that_takes_long_to_read_holds_up_nobody() -> None:
+    begun, others_answered = threading.Event(), threading.Event()
+
+    class SlowTokenizer(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            begun.set()
+            assert others_answered.wait(20)
+            return super().encode(text)
+
+    face = make_face(ScriptedEngine(), ScriptedBoard())
+    app = make_app(replace(face, completions=replace(face.completions, tokenizer=SlowTokenizer())))
+
+    async def scene() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine") as http:
+            slow = asyncio.create_task(http.post("/v1/completions", json=completion()))
+            assert await asyncio.to_thread(begun.wait, 20)
+            assert (await http.get("/health")).status_code == 200
+            others_answered.set()
+            assert (await slow).json()["choices"][0]["text"] == "Paris"
+
+    asyncio.run(scene())
+    face.weights.close()
 
 
 def test_an_endless_body_is_refused(client: Client) -> None:

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "dlpack.h"
+#include "job.h"
 #include "mapping.h"
-#include "transfer.h"
 
 namespace fastdeploy_rl {
 

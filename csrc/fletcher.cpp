@@ -71,12 +71,6 @@ Sums shift(const Sums& sums, const Gap& gap) {
           sums.d + gap.z * sums.c + gap.t2 * sums.b + gap.t3 * sums.a};
 }
 
-Sums append(const Sums& first, const Sums& second, uint64_t num_words_second) {
-  Sums sums = shift(first, num_words_second);
-  sums += second;
-  return sums;
-}
-
 Sums combine(const Lanes& lanes, int num_lanes) {
   switch (num_lanes) {
     case 16:

@@ -1,4 +1,4 @@
-// fletcher4 over little-endian 32-bit words, as an algebra: sums of runs can be shifted, appended and added.
+// fletcher4 over little-endian 32-bit words, as an algebra: sums of runs can be shifted and added.
 //
 // Words w_1 .. w_n, k = n - i + 1: A = sum w, B = sum k w, C = sum k(k+1)/2 w, D = sum k(k+1)(k+2)/6 w, mod 2^64.
 // All four are linear in the words, so a tensor's sums are the sums of its regions, each with zeros everywhere else.
@@ -51,9 +51,6 @@ struct Gap {
 // The sums once the words of the gap, all zero, follow.
 Sums shift(const Sums& sums, const Gap& gap);
 inline Sums shift(const Sums& sums, uint64_t num_words) { return shift(sums, Gap(num_words)); }
-
-// `first` followed by `second`, which has `num_words_second` words.
-Sums append(const Sums& first, const Sums& second, uint64_t num_words_second);
 
 // Word i went into lane i % num_lanes, and each lane ran its own fletcher4: lane l has the sums a[l], b[l], c[l], d[l].
 constexpr int kMaxLanes = 16;

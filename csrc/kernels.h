@@ -29,8 +29,7 @@ struct BlockKernels {
   void (*copy_sum)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store, Lanes& lanes);
   void (*add)(WeightedLanes& sums, const Lanes& run, const Gap& words_after);
   void (*copy)(const uint8_t* source, uint8_t* target, size_t num_blocks, Store store);
-  CastFunction casts[kNumCasts];  // In the order of `Cast`; none for Cast::none.
-
+  CastFunction casts[kNumCasts];    // In the order of `Cast`; none for Cast::none.
   TransposeFunction transposes[4];  // Of items of 1, 2, 4 and 8 bytes.
 
   CastFunction cast(Cast cast) const { return casts[static_cast<size_t>(cast)]; }
@@ -46,7 +45,8 @@ extern const BlockKernels avx512_kernels;
 // The best level of this machine, or the one last named to `use_kernels`.
 const BlockKernels& kernels();
 
-// Takes another level ("scalar", "avx2", "avx512"); std::invalid_argument where this machine lacks it.
+// Takes another level ("scalar", "avx2", "avx512"); std::invalid_argument where this machine lacks it. Not while jobs
+// run: levels keep their sums in different lanes.
 void use_kernels(const std::string& level);
 
 // Bytes up to the next block of the target; streamed stores start there.

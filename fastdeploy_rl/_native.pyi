@@ -13,8 +13,8 @@ CPU_LEVEL: Final[str]
 """The best kernels of this machine: "avx512", "avx2" or "scalar"."""
 
 def use_kernels(level: Literal["avx512", "avx2", "scalar"]) -> None:
-    """Takes other kernels from now on, so that each can be tested
-    on one machine. ValueError where this machine lacks them."""
+    """Takes other kernels from now on, so that each can be tested on one machine; not while a `transfer` runs.
+    ValueError where this machine lacks them."""
 
 @final
 class Mapping(Buffer):

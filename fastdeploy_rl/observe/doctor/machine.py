@@ -259,7 +259,7 @@ def is_older(version: str, needed: str) -> bool:
 
 def judge_package(name: str, version: str, needed: str, *, is_core: bool) -> Check:
     if not version and not is_core:
-        return ok(name, "not installed; only `fastdeploy-rl serve` needs it")
+        return ok(name, "not installed; comes with fastdeploy_rl[engine]")
     if not version or is_older(version, needed):
         found = f"{version or 'not installed'}; {needed or 'any'} or later is needed"
         return fail(name, found, f"pip install '{name}>={needed}'" if needed else f"pip install {name}")

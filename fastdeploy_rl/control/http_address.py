@@ -5,7 +5,6 @@ Owns one small file in the engine's run directory. So a verb that speaks HTTP ta
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.errors import EngineNotFoundError
@@ -40,6 +39,6 @@ def find_http_address(engine: int | str) -> str:
         raise EngineNotFoundError(f"port {engine}: the engine there tells of no HTTP server; give a URL") from error
     finally:
         board.close()
-    if not urlsplit(url).hostname:
+    if not url.startswith("http://"):
         raise EngineNotFoundError(f"port {engine}: the engine left no URL but {url[:80]!r}; give it yourself")
     return url

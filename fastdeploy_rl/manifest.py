@@ -255,7 +255,9 @@ def _check_header(manifest: Manifest) -> None:
 def _check_segment(segment: Segment) -> None:
     if not _LOCATOR.fullmatch(segment.locator) or not segment.locator.strip("."):
         raise ManifestError(f"segment {segment.locator!r:.80}: a locator is 1 to 200 of A-Z a-z 0-9 _ . -")
-    _check_counts(f"segment {segment.locator!r}", segment.num_bytes, segment.arena, segment.generation)
+    _check_counts(
+        f"segment {segment.locator!r}", segment.num_bytes, segment.arena, segment.generation, segment.publisher
+    )
     if segment.generation % 2:
         raise ManifestError(f"segment {segment.locator!r}: generation {segment.generation} is odd (being written)")
 

@@ -51,7 +51,7 @@ def strides_of(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
 @lru_cache(maxsize=1 << 14)
 def strips(axes: tuple[Axis, ...], source_item: int, target_item: int) -> tuple[Strip, ...]:
     """The strips of a box that is not empty, in no particular order."""
-    rest = merged(axes)
+    rest = _merged(axes)
     fast = rest[-1] if rest and rest[-1].target == target_item else None
     if fast is None or _is_row(fast, source_item):
         return tuple(_plain(rest, fast, source_item, target_item))
@@ -66,7 +66,7 @@ def _is_row(axis: Axis, source_item: int) -> bool:
     return axis.source == axis.whole == source_item
 
 
-def merged(axes: Sequence[Axis]) -> list[Axis]:
+def _merged(axes: Sequence[Axis]) -> list[Axis]:
     """The same box with the fewest axes: those of one index left out, and neighbours joined where every map goes on
     from the end of the inner one. Sorted from the target's slowest to its fastest."""
     joined: list[Axis] = []

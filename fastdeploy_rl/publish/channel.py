@@ -25,6 +25,7 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -193,24 +194,27 @@ class Channel:
         return latest
 
     def remove_superseded(self, latest: Latest | None) -> None:
-        """Removes every manifest but the one `latest` names, and what an interrupted writer left."""
+        """Removes every manifest but the one `latest` names, and what an interrupted writer left. Publisher 0 only: it
+        would take half written files from under the hands of another."""
         kept = latest.file if latest else ""
-        for entry in list(os.scandir(self.path)):
-            if _LEFTOVER.fullmatch(entry.name) or (_MANIFEST_NAME.fullmatch(entry.name) and entry.name != kept):
-                Path(entry.path).unlink(missing_ok=True)
+        self._remove(lambda name: bool(_LEFTOVER.fullmatch(name) or (_MANIFEST_NAME.fullmatch(name) and name != kept)))
 
     def remove_latest(self) -> None:
         """Takes the publication back: `LATEST` first, then the manifests."""
         (self.path / "LATEST").unlink(missing_ok=True)
         self._sync_directory()
-        self.remove_superseded(None)
+        self._remove(lambda name: bool(_MANIFEST_NAME.fullmatch(name)))
 
     def remove_leftovers_of(self, publisher: int) -> None:
         """Removes the offer of one of several publishers, and what it left half written. Under its lock."""
         self.offer_of(publisher).unlink(missing_ok=True)
-        for name in (self.offer_of(publisher).name, self.leases_of(publisher).name):
-            for path in self.path.glob(f".{name}.*.tmp"):
-                path.unlink(missing_ok=True)
+        names = (f".{self.offer_of(publisher).name}.", f".{self.leases_of(publisher).name}.")
+        self._remove(lambda name: name.startswith(names) and name.endswith(".tmp"))
+
+    def _remove(self, is_meant: Callable[[str], bool]) -> None:
+        for entry in list(os.scandir(self.path)):
+            if is_meant(entry.name):
+                Path(entry.path).unlink(missing_ok=True)
 
     # --- files of a channel ------------------------------------------------------------------------
 

@@ -203,7 +203,10 @@ class LeaseTable:
                     return slot
             if len(self.holders(arena)) == NUM_SLOTS:
                 break
-        raise SegmentError(f"arena {arena} of {self.path.parent} already carries {NUM_SLOTS} leases of live processes")
+        raise SegmentError(
+            f"arena {arena} of {self.path.parent} already carries {NUM_SLOTS} leases of live processes, one of each "
+            "rank of each engine: let some engines clear, or give them a channel of their own"
+        )
 
     # --- the writer --------------------------------------------------------------------------------
 

@@ -248,9 +248,9 @@ class Meeting:
         is withdrawn, and will not be published."""
         offer = Offer(secrets.token_hex(8), self.part.count, step, own)
         before = self._channel.read_latest()
-        self._has_offered = True
-        self._write_offer(offer)
         try:
+            self._write_offer(offer)
+            self._has_offered = True
             outcome = self._await_decision(offer, before, deadline_ns)
             return outcome if isinstance(outcome, Found) else self._withdraw(offer, outcome)
         finally:

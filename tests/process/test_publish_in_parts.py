@@ -22,11 +22,16 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.errors import ChannelBusyError, ConfigurationError
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
-from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.publish.contribution import Contribution
+from fastdeploy_rl.publish.leases import LeaseTable
+from fastdeploy_rl.publish.meeting import Meeting
+from fastdeploy_rl.publish.meeting import Part as TrainerPart
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.version import WeightVersion
 from tests.process.numpy_engine import NumpyEngine
 
 HALVES = ({"whole": ["norm"], "shards": {"w": [0, 0, 4]}}, {"whole": ["norm", "v"], "shards": {"w": [0, 4, 8]}})
@@ -404,6 +409,34 @@ def test_an_offer_that_cannot_be_read_is_said_to_all_parts(world: World) -> None
         assert (answer["error"], "OFFER.2 of the channel cannot be read" in answer["text"]) == ("ManifestError", True)
     assert world.latest() == ""
     unread.end()
+
+
+def test_a_part_whose_offer_was_published_hears_nothing_of_what_befell_part_0_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part 0 writes LATEST and then breaks off, all of it between two looks of the waiting part."""
+    channel = Channel(tmp_path / "channel")
+    read_latest = Channel.read_latest
+    waiting = iter([False, False, True])  # refreshed, before the offer, and the first look at what became of it
+
+    def read_and_be_overtaken(self: Channel) -> Latest | None:
+        latest = read_latest(self)
+        if next(waiting):
+            monkeypatch.setattr(Channel, "read_latest", read_latest)
+            leader = Meeting(channel, TrainerPart(0, 2))
+            leader.open()
+            table = LeaseTable(channel.leases_path, channel.holders_dir)
+            table.create()
+            table.close()
+            leader.lead(WeightVersion(1, 1), Contribution(0, "full", (), (), {}), time.monotonic_ns() + 10**10)
+            leader.refuse(OSError("broke off when all was done"))
+            leader.close()
+        return latest
+
+    with WeightPublisher(channel.path, part=(1, 2)) as publisher:
+        monkeypatch.setattr(Channel, "read_latest", read_and_be_overtaken)
+        assert publisher.publish({"w": whole("w", 1)}, step=1).version == WeightVersion(1, 1)
+        _assert_holds(channel.path, 1, ("w",))
 
 
 def test_what_a_killed_part_left_half_written_goes_with_its_next_start(world: World) -> None:

@@ -16,7 +16,6 @@ DEFAULT_COPY_THREADS = 8
 """More threads than this do not make one memory copy faster on
 the machines we measured; fewer where there are fewer CPUs."""
 
-
 ALIAS, ALIAS_STRICT, COPY, AUTO = "alias", "alias-strict", "copy", "auto"
 APPLY_MODES = (AUTO, ALIAS, ALIAS_STRICT, COPY)
 """How weights become live. `alias`: parameters rebind to published memory; those that cannot are copied, and reported
@@ -30,8 +29,8 @@ BOARD_GRACE_S = FINISH_GRACE_S + 5.0
 HTTP_GRACE_S = BOARD_GRACE_S + 5.0
 """And a client over HTTP, whose answer still has to travel."""
 
-
 MAX_DEADLINE_S = 86_400.0
+"""A day: whoever means longer means no deadline."""
 
 
 def checked_deadline(seconds: float, what: str = "deadline_s") -> float:
@@ -83,7 +82,7 @@ def num_copy_threads(environ: Mapping[str, str] = os.environ) -> int:
     text = environ.get("FASTDEPLOY_RL_COPY_THREADS", "")
     if not text:
         return min(DEFAULT_COPY_THREADS, len(os.sched_getaffinity(0)))
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:4]) <= MAX_COPY_THREADS:
+    if not text.isascii() or not text.isdigit() or len(text) > 4 or not 1 <= int(text) <= MAX_COPY_THREADS:
         raise ConfigurationError(f"FASTDEPLOY_RL_COPY_THREADS must be 1 to {MAX_COPY_THREADS}, got {text[:40]!r}")
     return int(text)
 

@@ -154,6 +154,8 @@ class BoardClient:
         return layout.slot_word(self._token, state)
 
     def _claim(self, deadline_ns: int) -> int:
+        what = "a request slot"
+        self._check_wanted(what)
         claimed: list[int] = []
 
         def try_slots() -> bool:
@@ -164,7 +166,7 @@ class BoardClient:
                     return True
             return False
 
-        if not self._wait(try_slots, deadline_ns, "a request slot"):
+        if not self._wait(try_slots, deadline_ns, what):
             raise DeadlineExceededError(
                 f"port {self._port}: all {layout.NUM_REQUEST_SLOTS} request slots are taken ({self._claimants()}); "
                 "try again"
@@ -190,13 +192,16 @@ class BoardClient:
     def _wait(self, condition: Callable[[], bool], last_ns: int, what: str) -> bool:
         """Blocks until `condition()` holds; False when `last_ns` came first. PeerLostError when the engine dies."""
         while not self._board.wait_until(condition, min(last_ns, time.monotonic_ns() + _LOOK_AGAIN_NS)):
-            if self._is_abandoned:
-                raise DeadlineExceededError(f"port {self._port}: its caller gave up waiting for {what}")
+            self._check_wanted(what)
             if not self._board.is_owner_alive():
                 raise PeerLostError(f"port {self._port}: the engine died while this waited for {what}")
             if time.monotonic_ns() >= last_ns:
                 return False
         return True
+
+    def _check_wanted(self, what: str) -> None:
+        if self._is_abandoned:
+            raise DeadlineExceededError(f"port {self._port}: its caller gave up waiting for {what}")
 
     def _let_go(self, offset: int) -> None:
         """The slot is free again; one whose command runs is handed over to the engine, which frees it at the end."""

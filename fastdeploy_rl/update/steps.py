@@ -124,6 +124,7 @@ def _refuse_copies(plan: Plan, version: WeightVersion) -> None:
 
 def unstage(update: RankUpdate) -> None:
     new, update.new = update.new, None
+    update.not_aliased = {}
     if new is not None:
         new.views = {}
     if update.arena is not None:

@@ -189,6 +189,15 @@ def test_a_call_that_is_given_up_gives_its_slot_back(board: Board, is_begun: boo
         other._let_go(layout.request_offset(0))
 
 
+def test_a_call_that_was_given_up_before_it_began_asks_for_nothing(board: Board):
+    tickets = board.load(layout.TICKET_OFFSET)
+    with BoardClient(board.port) as client:
+        client.abandon()
+        with pytest.raises(DeadlineExceededError, match="gave up waiting for a request slot"):
+            client.update("1.1")
+    assert (states(board), board.load(layout.TICKET_OFFSET)) == ([], tickets)
+
+
 def failure_of(act: Callable[[], object]) -> Exception:
     try:
         act()

@@ -216,7 +216,7 @@ def test_the_default_channel_is_in_the_runtime_directory_or_in_shared_memory(tmp
     assert config.default_channel({"XDG_RUNTIME_DIR": str(tmp_path / "missing")}) == fallback
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "65", "9" * 40])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "65", "9" * 40, "000164", "0" * 5000 + "1"])
 def test_an_impossible_number_of_copy_threads_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="FASTDEPLOY_RL_COPY_THREADS"):
         config.num_copy_threads({"FASTDEPLOY_RL_COPY_THREADS": text})

@@ -1,1 +1,1 @@
-"""What is told to people about engines and machines: reports rendered, machines examined."""
+"""What people are told about machines and engines: the doctor's findings, and sizes in words."""

@@ -248,6 +248,8 @@ def test_each_entry_of_cuda_visible_devices_is_explained() -> None:
 def test_packages_are_compared_by_their_numbers() -> None:
     needed = machine.needed_versions(["numpy>=1.26", 'paddlepaddle>=3.3; extra == "cpu"', "odd"])
     assert needed == {"numpy": "1.26", "paddlepaddle": "3.3"}
+    lines = ["numpy>=1.26", 'httpx>=0.27; extra == "engine"', "rich>=13; extra == 'engine'"]
+    assert [machine.of_extra(lines, extra) for extra in ("", "engine", "ray")] == [lines[:1], lines[1:], []]
     assert machine.judge_package("numpy", "1.26.4", "1.26", is_core=True).status is Status.OK
     assert machine.judge_package("numpy", "1.9", "1.26", is_core=True) == fail(
         "numpy", "1.9; 1.26 or later is needed", "pip install 'numpy>=1.26'"

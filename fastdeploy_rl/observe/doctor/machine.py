@@ -220,21 +220,20 @@ def _owner_of(path: str) -> int | None:
 
 # --- packages --------------------------------------------------------------------------------------------------------
 
-_CORE = ("numpy", "safetensors", "posix_ipc", "msgspec")
-_ENGINE = ("paddleformers", "tokenizers", "jinja2", "fastapi", "uvicorn", "httpx", "prometheus-client")
 _PADDLES = ("paddlepaddle", "paddlepaddle-gpu")
 
 
 def check_packages() -> list[Check]:
     """By their metadata: importing Paddle would take seconds."""
-    needed = needed_versions(metadata.requires("fastdeploy_rl") or [])
+    lines = metadata.requires("fastdeploy_rl") or []
+    core, engine = (needed_versions(of_extra(lines, extra)) for extra in ("", "engine"))
     python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro} at {sys.executable}"
     return [
         ok("python", python),
         ok("fastdeploy_rl", f"{metadata.version('fastdeploy_rl')} at {Path(__file__).parents[2]}"),
-        *(judge_package(name, version_of(name), needed.get(name, ""), is_core=True) for name in _CORE),
-        judge_paddle({name: version for name in _PADDLES if (version := version_of(name))}, needed),
-        *(judge_package(name, version_of(name), needed.get(name, ""), is_core=False) for name in _ENGINE),
+        *(judge_package(name, version_of(name), needed, is_core=True) for name, needed in core.items()),
+        judge_paddle({name: version for name in _PADDLES if (version := version_of(name))}, needed_versions(lines)),
+        *(judge_package(name, version_of(name), needed, is_core=False) for name, needed in engine.items()),
     ]
 
 
@@ -244,6 +243,12 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def of_extra(requirements: list[str], extra: str) -> list[str]:
+    """The lines that belong to an extra; with an empty one, those that everybody needs."""
+    found = [(re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", line), line) for line in requirements]
+    return [line for match, line in found if (match[1] if match else "") == extra]
 
 
 def needed_versions(requirements: list[str]) -> dict[str, str]:

@@ -17,8 +17,8 @@ from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import DeadlineExceededError, EngineError, FastDeployRLError, from_wire
 
-_DATA = "data: "
-_DONE = "[DONE]"
+_DATA = b"data: "
+_DONE = b"[DONE]"
 
 
 class TextClient:
@@ -54,13 +54,13 @@ class TextClient:
         ):
             if answer.is_error:
                 self._engine.result(call, answer.status_code, answer.read())
-            yield from _events(self._in_time(answer.iter_lines(), deadline))
+            yield from _events(_lines(self._in_time(answer.iter_bytes(), deadline)))
 
-    def _in_time(self, lines: Iterator[str], deadline: float) -> Iterator[str]:
-        for line in lines:
+    def _in_time(self, pieces: Iterator[bytes], deadline: float) -> Iterator[bytes]:
+        for piece in pieces:
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(f"the answer of {self._engine.url} took over {self._deadline_s:g} s")
-            yield line
+            yield piece
 
     def close(self) -> None:
         self._http.close()
@@ -86,7 +86,16 @@ def first_choice(answer: Json) -> Json:
     return choice
 
 
-def _events(lines: Iterator[str]) -> Iterator[Json]:
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """They end at line feeds alone. httpx's own end at U+2028 and its like too, which stand in JSON as they are."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in whole)
+    yield rest
+
+
+def _events(lines: Iterator[bytes]) -> Iterator[Json]:
     """Raises what an event says went wrong; EngineError where the stream ends without its end."""
     for line in lines:
         if line == _DATA + _DONE:
@@ -96,9 +105,9 @@ def _events(lines: Iterator[str]) -> Iterator[Json]:
     raise EngineError("the engine's answer broke off")
 
 
-def _event(text: str) -> Json:
+def _event(data: bytes) -> Json:
     try:
-        event: Json = msgspec.json.decode(text, type=Json)
+        event: Json = msgspec.json.decode(data, type=Json)
     except msgspec.DecodeError as error:
         raise EngineError(f"the engine's answer is no stream of chunks: {error}") from error
     fault: Any = event.get("error")

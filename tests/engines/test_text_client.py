@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 
 from fastdeploy_rl.control import client, text_client
@@ -36,6 +37,30 @@ def test_a_stream_without_an_end_meets_its_deadline_even_where_it_says_nothing(m
     assert next(clock) < 20
 
 
+def test_a_line_without_an_end_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(text_client.time, "monotonic", lambda: next(clock))
+    drops = Lines(b"x" if number < 100 else b"\n" for number in range(101))
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=drops))
+    text = TextClient("http://stranger", deadline_s=10.0, transport=transport)
+    with text, pytest.raises(DeadlineExceededError, match="took over 10 s"):
+        list(text.stream("/v1/completions", {}))
+    assert next(clock) < 20
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_may_hold_what_ends_a_line_elsewhere(size: int) -> None:
+    """JSON leaves these as they are, and an event ends at a line feed alone."""
+    chunks = [{"text": f"a{end}b"} for end in "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r\n"]
+    events = [b"data: " + msgspec.json.encode(chunk) for chunk in chunks] + [b"data: [DONE]"]
+    for end in (b"\n\n", b"\r\n\r\n"):
+        data = end.join([*events, b""])
+        pieces = Lines(data[at : at + size] for at in range(0, len(data), size))
+        transport = httpx.MockTransport(lambda request, pieces=pieces: httpx.Response(200, stream=pieces))
+        with TextClient("http://stranger", deadline_s=10.0, transport=transport) as text:
+            assert list(text.stream("/v1/completions", {})) == chunks
+
+
 def test_an_answer_that_comes_in_drops_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(client.time, "monotonic", lambda: next(clock))
@@ -44,7 +69,9 @@ def test_an_answer_that_comes_in_drops_meets_its_deadline(monkeypatch: pytest.Mo
     assert next(clock) < 40
 
 
-@pytest.mark.parametrize("line", [b"data: <html>", b"data: []", b'data: {"error": "no"}', b'data: {"error": {}}'])
+@pytest.mark.parametrize(
+    "line", [b"data: <html>", b'data: "\xff"', b"data: []", b'data: {"error": "no"}', b'data: {"error": {}}']
+)
 def test_what_is_no_chunk_ends_the_stream_with_an_error(line: bytes) -> None:
     with client_of(line) as text, pytest.raises(EngineError):
         list(text.stream("/v1/completions", {}))

@@ -93,7 +93,7 @@ void bind_driver(py::module_& m) {
 
 void bind_context(py::module_& m) {
   py::class_<CudaContext, ContextPtr>(m, "CudaContext", py::is_final())
-      .def(py::init(&CudaContext::retain), "driver"_a, "ordinal"_a, WithoutGil())
+      .def(py::init(&CudaContext::retain), "driver"_a.none(false), "ordinal"_a, WithoutGil())
       .def_property_readonly("ordinal", &CudaContext::ordinal)
       .def("allocate", &CudaMemory::allocate, "num_bytes"_a, WithoutGil())
       .def("open", open_memory, "handle"_a, "num_bytes"_a)
@@ -127,7 +127,7 @@ void bind_memory(py::module_& m) {
       .def("close", &CudaMemory::close, WithoutGil())
       .def("write", write_memory, "offset"_a, "source"_a)
       .def("read", read_memory, "offset"_a, "target"_a)
-      .def("copy_from", copy_memory, "offset"_a, "source"_a, "source_offset"_a, "num_bytes"_a)
+      .def("copy_from", copy_memory, "offset"_a, "source"_a.none(false), "source_offset"_a, "num_bytes"_a)
       .def(
           "dlpack",
           [](const MemoryPtr& self, int64_t offset, const std::vector<int64_t>& shape, const std::string& dtype) {

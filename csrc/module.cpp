@@ -24,6 +24,7 @@ namespace {
 
 using MappingPtr = std::shared_ptr<Mapping>;
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
+// pybind11 takes None for an empty shared_ptr: arguments that are held say `none(false)`.
 
 void serve_signals() {
   const py::gil_scoped_acquire gil;
@@ -84,7 +85,7 @@ void bind_words(py::module_& m) {
   m.def("load_i32", load_word<int32_t>, "mapping"_a, "offset"_a);
   m.def("store_i32", store_word<int32_t>, "mapping"_a, "offset"_a, "value"_a);
   m.def("compare_exchange_i32", compare_exchange<int32_t>, "mapping"_a, "offset"_a, "expected"_a, "desired"_a);
-  m.def("futex_wait_i32", futex_wait_i32, "mapping"_a, "offset"_a, "expected"_a, "deadline_ns"_a);
+  m.def("futex_wait_i32", futex_wait_i32, "mapping"_a.none(false), "offset"_a, "expected"_a, "deadline_ns"_a);
   m.def(
       "futex_wake_i32",
       [](const Mapping& mapping, int64_t offset) {
@@ -96,8 +97,8 @@ void bind_words(py::module_& m) {
       [](const Mapping& mapping, int64_t offset) { ring_bell(word_at<int32_t>(mapping, offset, Access::write)); },
       "mapping"_a, "offset"_a);
   py::class_<WordWatcher>(m, "WordWatcher", py::is_final())
-      .def(py::init<MappingPtr, int64_t, MappingPtr, int64_t, int64_t>(), "word"_a, "word_offset"_a, "bell"_a,
-           "bell_offset"_a, "period_us"_a)
+      .def(py::init<MappingPtr, int64_t, MappingPtr, int64_t, int64_t>(), "word"_a.none(false), "word_offset"_a,
+           "bell"_a.none(false), "bell_offset"_a, "period_us"_a)
       .def("stop", &WordWatcher::stop, WithoutGil());
 }
 
@@ -179,7 +180,10 @@ py::object sums_tuple(bool was_asked, const Sums& sums) {
 py::list transfer(const std::vector<std::shared_ptr<Region>>& regions, int num_threads) {
   std::vector<const Job*> jobs;
   jobs.reserve(regions.size());
-  for (const auto& region : regions) jobs.push_back(&region->job);
+  for (const auto& region : regions) {
+    if (region == nullptr) throw py::type_error("regions must be of type Region, got None");
+    jobs.push_back(&region->job);
+  }
   std::vector<JobSums> sums;
   {
     const py::gil_scoped_release release;
@@ -241,7 +245,7 @@ void bind_collectives(py::module_& m) {
              return std::make_unique<CollectiveGroup>(std::move(mapping), rank, num_ranks, slot_bytes, generation,
                                                       serve_signals);
            }),
-           "mapping"_a, "rank"_a, "num_ranks"_a, "slot_bytes"_a, "generation"_a)
+           "mapping"_a.none(false), "rank"_a, "num_ranks"_a, "slot_bytes"_a, "generation"_a)
       .def_static("required_bytes", &CollectiveGroup::required_bytes, "num_ranks"_a, "slot_bytes"_a)
       .def("all_reduce_f32", all_reduce, "values"_a, "deadline_ns"_a)
       .def("all_gather", all_gather, "own"_a, "gathered"_a, "deadline_ns"_a)

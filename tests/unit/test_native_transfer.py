@@ -1,7 +1,7 @@
 """The fused copy, cast and checksum against a reference in plain Python integers, with every set of kernels."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_rl import _native
-from fastdeploy_rl._native import Place, Region, transfer
+from fastdeploy_rl._native import Mapping, Place, Region, transfer
 
 LEVELS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}[_native.CPU_LEVEL]
 QUIET = settings(max_examples=60, deadline=None)
@@ -447,3 +447,20 @@ def test_bad_thread_counts_and_unknown_kernels_are_refused() -> None:
     with pytest.raises(ValueError, match="no kernels"):
         _native.use_kernels("mmx")  # type: ignore[arg-type]
     assert transfer([], 1) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda memory: transfer([None], 1),  # type: ignore[list-item]
+        lambda memory: _native.futex_wait_i32(None, 0, 0, 0),  # type: ignore[arg-type]
+        lambda memory: _native.WordWatcher(None, 0, memory, 0, 1000),  # type: ignore[arg-type]
+        lambda memory: _native.WordWatcher(memory, 0, None, 0, 1000),  # type: ignore[arg-type]
+        lambda memory: _native.CollectiveGroup(None, 0, 1, 64, 0),  # type: ignore[arg-type]
+        lambda memory: _native.CudaContext(None, 0),  # type: ignore[arg-type]
+    ],
+)
+def test_none_in_the_place_of_an_object_is_a_type_error(call: Callable[[Mapping], object]) -> None:
+    """Never a crash of the process."""
+    with pytest.raises(TypeError):
+        call(Mapping.private(4096))

@@ -118,7 +118,9 @@ class Channel:
         try:
             latest = msgspec.json.decode(data, type=Latest)
         except msgspec.DecodeError as error:
-            raise ManifestError(f"{self.path / 'LATEST'} is malformed: {error}") from error
+            raise ManifestError(
+                f"{self.path / 'LATEST'} is malformed: {error}; take it away (fastdeploy-rl retire) and publish again"
+            ) from error
         if not _MANIFEST_NAME.fullmatch(latest.file):
             raise ManifestError(f"{self.path / 'LATEST'} names {latest.file[:80]!r}, which is no manifest of a channel")
         return latest

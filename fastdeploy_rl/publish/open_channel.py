@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.errors import ChannelBusyError, ManifestError, VersionRegressError
+from fastdeploy_rl.errors import ChannelBusyError, ManifestError, VersionFormatError, VersionRegressError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.publish.arena_shelf import ArenaInHand, ArenaShelf
@@ -264,6 +264,24 @@ class OpenChannel:
                 f"step {step} would publish {version}, but {self.channel.path} is at {last}: steps must go up"
             )
         return version
+
+
+def remove_unreadable(channel: Channel) -> None:
+    """Takes a publication away that no reader can follow, and leaves any other. ChannelBusyError while a publisher is
+    alive."""
+    lock = _locked(channel, 0)
+    try:
+        latest = channel.read_latest()
+        if latest is not None:
+            WeightVersion.parse(latest.version)
+            channel.read_manifest(latest)
+    except FileNotFoundError:
+        pass  # the manifest: an open channel lives with that
+    except (ManifestError, VersionFormatError) as error:
+        _log.warning("channel=%s event=unreadable_publication reason=%s", channel.path, error)
+        channel.remove_latest()
+    finally:
+        lock.release()
 
 
 def _locked(channel: Channel, publisher: int) -> OwnerLock:

@@ -25,7 +25,7 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.copying import OnProgress
 from fastdeploy_rl.publish.leases import NUM_ARENAS
 from fastdeploy_rl.publish.meeting import Part, checked_part
-from fastdeploy_rl.publish.open_channel import OpenChannel, Wish, deadline_ns
+from fastdeploy_rl.publish.open_channel import OpenChannel, Wish, deadline_ns, remove_unreadable
 from fastdeploy_rl.publish.trainer_memory import TrainerMemory, Wanted
 from fastdeploy_rl.version import WeightVersion
 
@@ -184,10 +184,12 @@ class WeightPublisher:
 
 
 def retire(channel: str | Path | None = None) -> Retired:
-    """Removes what publishers left on a channel: the latest version, manifests, shared memory. Engines that hold leases
-    keep theirs. ChannelBusyError while a publisher is alive; NoPublicationError where there is no such channel."""
+    """Removes what publishers left on a channel: the latest version (also one that cannot be read), manifests, shared
+    memory. Engines that hold leases keep theirs. ChannelBusyError while a publisher is alive; NoPublicationError where
+    there is no such channel."""
     place = Channel(config.default_channel() if channel is None else channel)
     place.check()
+    remove_unreadable(place)
     opened = OpenChannel.open(place, Part(0, 1), NUM_ARENAS)
     version = opened.latest.version if opened.latest else ""
     num_bytes = opened.shelf.num_bytes

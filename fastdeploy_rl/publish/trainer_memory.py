@@ -113,14 +113,15 @@ class LentMemory:
         """Publishes the rows, for good if the `with` ends well; else they are the trainer's again, unless an engine has
         leased them already. The generation that stands for their contents is in the table inside the `with`."""
         rows = tuple(rows)
-        for row in rows:
-            self._table.set_version(row, version)
-            self._table.end_write(row)
         try:
+            for row in rows:
+                self._table.set_version(row, version)
+                self._table.end_write(row)
             yield
         except BaseException:
             for row in rows:
-                self._table.begin_write(row)
+                if not self._table.is_written(row):
+                    self._table.begin_write(row)
             raise
 
     def check_owned(self, rows: Iterable[int]) -> None:

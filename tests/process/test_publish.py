@@ -253,6 +253,37 @@ def test_retire_removes_what_a_dead_trainer_left_and_nothing_twice(start: Start,
     assert retire(channel) == ("", 0)
 
 
+@pytest.mark.parametrize("broken", ["LATEST", "version", "manifest"])
+def test_a_publication_that_nobody_can_read_can_be_retired(channel: Path, broken: str) -> None:
+    publisher = WeightPublisher(channel)
+    publisher.start()
+    publisher.publish(weights(1), step=1)
+    publisher.close(keep=True)
+    latest = (channel / "LATEST").read_text()
+    if broken == "manifest":
+        next(channel.glob("manifest-*")).write_text("{}")
+    else:
+        (channel / "LATEST").write_text("{" if broken == "LATEST" else latest.replace('"1.1"', '"one"'))
+    with pytest.raises((ManifestError, VersionFormatError)):
+        WeightPublisher(channel).start()
+    assert retire(channel).num_bytes > 0
+    assert _segments(channel) == []
+    assert not (channel / "LATEST").exists()
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+
+
+def test_a_publication_that_nobody_can_read_stays_while_its_publisher_lives(channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        latest = (channel / "LATEST").read_text()
+        (channel / "LATEST").write_text("{")
+        with pytest.raises(ChannelBusyError):
+            retire(channel)
+        assert (channel / "LATEST").read_text() == "{"
+        (channel / "LATEST").write_text(latest)
+
+
 def test_retiring_where_there_is_no_channel_says_so(channel: Path) -> None:
     with pytest.raises(NoPublicationError, match="no channel"):
         retire(channel)

@@ -38,16 +38,19 @@ const NamedType& name_of(const DLDataType& type) {
                               std::to_string(type.bits) + " bits has no safetensors name");
 }
 
+// Bytes of the tensor. Strides must fit too: those of an empty tensor are as large as if it were not.
 size_t checked_bytes(const std::vector<int64_t>& shape, size_t item_bytes) {
   if (shape.size() > kMaxDimensions) throw std::invalid_argument("too many dimensions");
-  size_t num_bytes = item_bytes;
+  int64_t reach = static_cast<int64_t>(item_bytes);
+  bool is_empty = false;
   for (const int64_t size : shape) {
     if (size < 0) throw std::invalid_argument("a dimension of " + std::to_string(size));
-    if (__builtin_mul_overflow(num_bytes, static_cast<size_t>(size), &num_bytes)) {
+    is_empty = is_empty || size == 0;
+    if (__builtin_mul_overflow(reach, std::max<int64_t>(size, 1), &reach)) {
       throw std::invalid_argument("the shape has too many bytes");
     }
   }
-  return num_bytes;
+  return is_empty ? 0 : static_cast<size_t>(reach);
 }
 
 // What an exported tensor needs to live, in one allocation.

@@ -325,6 +325,7 @@ def test_devices_are_named_by_uuid_and_a_wrong_selection_is_explained(tmp_path: 
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0
     checks = checks_of({"out": json.loads(done.stdout)}, "gpu")
+    assert checks["driver"][0]["found"].startswith("CUDA ")
     assert cuda.devices[1].uuid in checks["devices"][0]["found"]
     (selection,) = checks["CUDA_VISIBLE_DEVICES"]
     assert selection["status"] == "warn"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fastdeploy_rl.config import cuda_visible_devices
 from fastdeploy_rl.errors import CudaUnavailableError
-from fastdeploy_rl.memory.cuda_devices import CudaDevice, explain_selection, visible_devices
+from fastdeploy_rl.memory.cuda_devices import CudaDevice, explain_selection, open_driver, visible_devices
 from fastdeploy_rl.observe.doctor.check import Check, ok, warn
 from fastdeploy_rl.observe.doctor.kernel import Kernel
 
@@ -21,7 +21,12 @@ def check_gpus(kernel: Kernel) -> list[Check]:
         devices = visible_devices()
     except CudaUnavailableError as error:
         return [judge_absence(str(error), kernel, value)]
-    return [ok("devices", "; ".join(map(str, devices))), judge_selection(value, devices)]
+    version = open_driver().version
+    return [
+        ok("driver", f"CUDA {version // 1000}.{version % 1000 // 10}"),
+        ok("devices", "; ".join(map(str, devices))),
+        judge_selection(value, devices),
+    ]
 
 
 def judge_absence(reason: str, kernel: Kernel, visible: str | None) -> Check:

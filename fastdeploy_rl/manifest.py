@@ -154,6 +154,11 @@ def build_manifest(
     return msgspec.structs.replace(manifest, layout_digest=layout_digest, content_digest=content_digest)
 
 
+def aligned(offset: int) -> int:
+    """The first place from `offset` on where a part may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 def layout_ranks(layout: str) -> int:
     """N of "tp:N", 0 for "full". ManifestError for other text."""
     match = _LAYOUT.fullmatch(layout)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import ConfigurationError, ManifestError, TrainerError
-from fastdeploy_rl.manifest import ALIGNMENT, Part, Segment, Tensor, build_manifest, layout_ranks
+from fastdeploy_rl.manifest import ALIGNMENT, Part, Segment, Tensor, aligned, build_manifest, layout_ranks
 from fastdeploy_rl.memory.host_tensor import HostTensor
 from fastdeploy_rl.plan.conventions import Convention, TensorRule, paddle_llama
 from fastdeploy_rl.publish.contribution import ContributedPart, ContributedTensor, Contribution
@@ -112,7 +112,7 @@ class Arrangement:
         drafts, end = [], 0
         for tensor in self.tensors:
             drafts.append(_draft(tensor, end))
-            end = _aligned(end + tensor.num_bytes)
+            end = aligned(end + tensor.num_bytes)
         build_manifest(version, self.layout, [_DRAFT], drafts, self.aliases)
 
     def contribution(
@@ -306,7 +306,7 @@ def _place(cut: Mapping[str, tuple[Piece, ...]], held: Mapping[str, _Held]) -> t
     for name, index in _order(cut, held):
         piece = cut[name][index]
         placed[name].append(piece._replace(target_offset=end))
-        end = _aligned(end + piece.num_bytes)
+        end = aligned(end + piece.num_bytes)
     return {name: tuple(pieces) for name, pieces in placed.items()}, max(end, ALIGNMENT)
 
 
@@ -316,10 +316,6 @@ def _order(cut: Mapping[str, tuple[Piece, ...]], held: Mapping[str, _Held]) -> I
     cut_up = [name for name in cut if held[name].axis is not None]
     for index in range(max((len(cut[name]) for name in cut_up), default=0)):
         yield from ((name, index) for name in cut_up if index < len(cut[name]))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _draft(tensor: ArrangedTensor, offset: int) -> Tensor:

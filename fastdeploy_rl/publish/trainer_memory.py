@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError, TrainerError
-from fastdeploy_rl.manifest import ALIGNMENT
+from fastdeploy_rl.manifest import ALIGNMENT, aligned
 from fastdeploy_rl.memory.host_tensor import HostTensor
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.publish.arena_shelf import ArenaInHand, ArenaShelf
@@ -86,7 +86,7 @@ class LentMemory:
             if not all(type(size) is int and size >= 0 for size in shape):
                 raise ConfigurationError(f"{name!r:.600} cannot have shape {shape!r:.80}")
             places[name] = end, dtype, tuple(shape)
-            end += -(-prod(shape) * itemsize(dtype) // ALIGNMENT) * ALIGNMENT
+            end += aligned(prod(shape) * itemsize(dtype))
         lent = self._shelf.lend(max(end, ALIGNMENT))
         self._lent[lent.row] = lent
         return TrainerMemory({name: TensorView(lent.mapping, *place) for name, place in places.items()})

@@ -25,7 +25,8 @@ from fastdeploy_rl.version import WeightVersion
 def cold_weights(
     version: WeightVersion, views: dict[str, TensorView], runner: ModelRunner, num_threads: int
 ) -> LiveWeights:
-    """Reads every parameter once. The weights own nothing but the views."""
+    """Reads every parameter once. The weights own nothing but the views. Their `content_digest` tells what this rank's
+    KV cache was filled by; the engine's own comes from the receipts of all ranks."""
     specs = [spec for spec in runner.parameters() if spec.coverage is Coverage.UPDATED]
     jobs = [
         (spec.name, region)

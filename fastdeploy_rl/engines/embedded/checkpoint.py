@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +32,7 @@ from fastdeploy_rl.engines.embedded.model_config import (
     read_json,
 )
 from fastdeploy_rl.errors import CheckpointError
+from fastdeploy_rl.manifest import aligned
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.tensor_view import TensorView
 
@@ -41,7 +43,6 @@ Floats = npt.NDArray[np.float32]
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = ("F32", "BF16", "F16")
-ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _widen(values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 def _place(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
     """Views without content one after another in a new private mapping."""
-    sizes = [-(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
+    sizes = [aligned(4 * prod(shape)) for shape in shapes.values()]
     arena = _native.Mapping.private(sum(sizes))
     offsets = accumulate(sizes, initial=0)
     return {

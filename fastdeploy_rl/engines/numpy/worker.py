@@ -50,6 +50,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Worker:
+    """One rank; board and collectives must be there. `start`, then `loop` until standard input ends, then `close`."""
+
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._board = Board.attach(config.port)

@@ -91,6 +91,7 @@ def _decision_seconds() -> float:
         for rank in (1, 2):
             command = [sys.executable, "-c", _VOTER, f"{port}", f"{rank}", f"{DECISIONS}"]
             voter = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(voter.kill)
             voter.stdout.readline()
         meeting = BoardRendezvous(board, 0)
         for number in range(1, DECISIONS + 1):
@@ -150,5 +151,7 @@ def _of_two(
             )
             for rank in (0, 1)
         ]
+        for rank in ranks:
+            stack.callback(rank.kill)
         lines = [rank.communicate(timeout=120)[0].strip().splitlines() for rank in ranks]
     return max(statistics.median(list(map(float, line[-1].split()))[WARM_UP:]) for line in lines)

@@ -97,14 +97,14 @@ class BoardClient:
         return self._ask(CommandKind.CLEAR, "", deadline_s, False)
 
     def status(self) -> EngineStatus:
-        if not self._board.is_owner_alive():
-            raise EngineNotFoundError(f"port {self._port}: the engine is dead")
+        self._check_alive()
         return self._board.status()
 
     def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
         """The proof of what is live. `recompute` reads live memory
         again: ChecksumMismatchError names tensor and rank."""
         if not recompute:
+            self._check_alive()
             receipt = RankFiles(self._board.run_dir).read_receipt()
             if receipt is None:
                 raise NotServingError(f"port {self._port}: no version is live: {self.status().reason}")
@@ -130,6 +130,11 @@ class BoardClient:
     def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
         """The last `limit` commands, also of earlier engines that kept theirs in the same place; the newest is last."""
         return read_history(self._board.run_dir / HISTORY, limit)
+
+    def _check_alive(self) -> None:
+        """What a dead engine left on its board and in its run directory is true no longer."""
+        if not self._board.is_owner_alive():
+            raise EngineNotFoundError(f"port {self._port}: the engine is dead; start one with `fastdeploy-rl serve`")
 
     # --- one request -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from fastdeploy_rl.errors import (
     StepFailedError,
 )
 from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import HistoryEntry, UpdateReport, history_entry
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.history import append_history, read_history
@@ -199,6 +200,16 @@ def test_a_history_outlives_the_engine_where_it_was_given_a_place(tmp_path: Path
         assert client.history() == [entry(1)]
     board.close()
     assert read_history(tmp_path / "history.jsonl") == [entry(1)]
+
+
+def test_what_a_dead_engine_proved_is_no_receipt(board: Board):
+    RankFiles(board.run_dir).write_receipt(receipt := Receipt("1.1", "ipc", "c0", {"w": "0" * 64}, {"w": ["0" * 64]}))
+    with BoardClient(board.port) as client:
+        assert client.receipt() == receipt
+        board._lock.release()  # as its death does
+        for ask in (client.receipt, client.status):
+            with pytest.raises(EngineNotFoundError, match="the engine is dead"):
+                ask()
 
 
 def entry(command: int) -> HistoryEntry:

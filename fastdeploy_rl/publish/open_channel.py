@@ -212,12 +212,22 @@ class OpenChannel:
 
     def _publish_borrowed(self, wish: Wish, version: WeightVersion) -> Found:
         arrangement = wish.arrangement
-        places = {tensor.name: self.memory.locate(tensor.trainer_name, tensor.host) for tensor in arrangement.tensors}
+        places = self._places(arrangement.tensors)
         rows = sorted({place.row for place in places.values()})
         self.memory.check_owned(rows)
         sums = copy_out(arrangement, None, wish.on_progress)
         with self.memory.exporting(rows, str(version)):
             return self._announce(self._borrowed_contribution(arrangement, rows, places, sums), wish, version)
+
+    def _places(self, tensors: Sequence[ArrangedTensor]) -> dict[str, Place]:
+        """One without bytes lies where another does: memory that is not published otherwise stays the trainer's."""
+        places: dict[str, Place] = {}
+        for tensor in sorted(tensors, key=lambda tensor: tensor.host.key.num_bytes, reverse=True):
+            if places and not tensor.host.key.num_bytes:
+                places[tensor.name] = next(iter(places.values()))
+            else:
+                places[tensor.name] = self.memory.locate(tensor.trainer_name, tensor.host)
+        return places
 
     def _borrowed_contribution(
         self, arrangement: Arrangement, rows: Sequence[int], places: dict[str, Place], sums: list[list[Fletcher4]]

@@ -269,6 +269,15 @@ def test_tensors_lie_where_they_were_allocated_and_add_up(publisher: WeightPubli
         assert data == state[tensor.name].tobytes()
 
 
+def test_a_tensor_without_bytes_publishes_no_other_memory_with_it(publisher: WeightPublisher) -> None:
+    published, spare, own = (publisher.allocate({name: ("F32", (4,))}) for name in ("published", "spare", "own"))
+    publisher.publish(published, step=1, borrow=True)
+    manifest = publisher.publish({"empty": np.zeros((0, 4), "f4"), **own}, step=2, borrow=True).manifest
+    assert len(manifest.segments) == 1
+    assert [tensor.name for tensor in manifest.tensors] == ["empty", "own"]
+    publisher.publish(spare, step=3, borrow=True)
+
+
 def test_paddle_computes_in_allocated_memory(publisher: WeightPublisher) -> None:
     paddle = pytest.importorskip("paddle", reason="paddle is not installed")
     memory = publisher.allocate({"w": ("F32", (4, 4)), "half": ("BF16", (3,))})

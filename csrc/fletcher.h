@@ -41,7 +41,7 @@ struct JobSums {
   }
 };
 
-// What it takes to let z zero words follow: z, z(z+1)/2 and z(z+1)(z+2)/6 mod 2^64, exact for every z.
+// What it takes to let z zero words follow: z, z(z+1)/2 and z(z+1)(z+2)/6 mod 2^64, exact for every z below 2^64 - 2.
 struct Gap {
   uint64_t z, t2, t3;
 

@@ -92,6 +92,11 @@ def slot_state(word: int) -> SlotState:
     return SlotState(word & 7)
 
 
+def is_in_state(word: int, state: SlotState) -> bool:
+    """As `slot_state`, for a word that may hold anything: who wrote it is another process."""
+    return word & 7 == state
+
+
 def slot_token(word: int) -> int:
     return word >> 3
 

@@ -25,7 +25,7 @@ _ResultT = TypeVar("_ResultT")
 
 
 class AsyncBoardEngine:
-    """Same methods as BoardClient, as coroutines of one event loop; several calls may run at once."""
+    """EngineController's methods as coroutines of one event loop; several calls may run at once."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -87,7 +87,7 @@ def _oldest_submitted(board: Board) -> tuple[int, int] | None:
         if not is_alive(lock):
             lock.unlink(missing_ok=True)
             board.exchange(offset, word, SlotState.FREE)
-        elif layout.slot_state(word) is SlotState.SUBMITTED:
+        elif layout.is_in_state(word, SlotState.SUBMITTED):
             submitted.append((board.read_plain(RequestRecord, offset + 8).ticket, slot, word))
     return min(submitted)[1:] if submitted else None
 
@@ -109,7 +109,7 @@ def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
 def unread_commands(board: Board) -> set[int]:
     """Numbers of finished commands whose clients did not come for the outcome yet."""
     offsets = [layout.request_offset(slot) for slot in range(layout.NUM_REQUEST_SLOTS)]
-    finished = [offset for offset in offsets if board.load(offset) & 7 == SlotState.FINISHED]
+    finished = [offset for offset in offsets if layout.is_in_state(board.load(offset), SlotState.FINISHED)]
     return {board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT).command for offset in finished}
 
 

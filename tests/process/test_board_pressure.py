@@ -160,6 +160,23 @@ def test_a_slot_without_a_request_in_it_is_freed(board: Board):
         assert states(board) == []
 
 
+def test_a_slot_whose_word_is_in_no_state_stops_nobody(board: Board):
+    """It stays taken while its client lives; others are served."""
+    with BoardClient(board.port) as other:
+        with BoardClient(board.port) as client:
+            offset = layout.request_offset(client._claim(soon()))
+            board.store(offset, client._token << 3 | 7)
+            submitted = submit(other, board, "2.2")
+            request = next_board_request(board)
+            assert request is not None
+            assert request.version == "2.2"
+            assert board.load(offset) != SlotState.FREE
+        assert next_board_request(board) is None
+        assert board.load(offset) == SlotState.FREE
+        request.finish(UpdateReport(1, "update", "done", "2.2", "", 0.0, 0.0, []))
+        other._let_go(submitted)
+
+
 def test_an_absurd_deadline_in_a_slot_is_cut_to_a_day(board: Board):
     with BoardClient(board.port) as client:
         offset = layout.request_offset(client._claim(soon()))

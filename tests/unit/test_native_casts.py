@@ -2,28 +2,18 @@
 
 The references are numpy's float16 and, for BF16, integer arithmetic on the bits of a float32."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fastdeploy_rl import _native
 from fastdeploy_rl._native import Region, transfer
+from tests.unit.native_levels import kernels as kernels
 
-LEVELS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}[_native.CPU_LEVEL]
 HALVES = np.arange(2**16, dtype=np.uint16)
 Halves = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
-
-
-@pytest.fixture(scope="module", params=LEVELS, autouse=True)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the module once with each set of kernels."""
-    _native.use_kernels(request.param)
-    yield request.param
-    _native.use_kernels(_native.CPU_LEVEL)  # type: ignore[arg-type]
 
 
 def cast(source: npt.NDArray[Any], how: str) -> npt.NDArray[Any]:

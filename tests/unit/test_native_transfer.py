@@ -1,7 +1,7 @@
 """The fused copy, cast and checksum against a reference in plain Python integers, with every set of kernels."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 
 from fastdeploy_rl import _native
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
+from tests.unit.native_levels import kernels as kernels
 
-LEVELS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}[_native.CPU_LEVEL]
 QUIET = settings(max_examples=60, deadline=None)
 Bytes = npt.NDArray[np.uint8]
-
-
-@pytest.fixture(scope="module", params=LEVELS, autouse=True)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the module once with each set of kernels."""
-    _native.use_kernels(request.param)
-    yield request.param
-    _native.use_kernels(_native.CPU_LEVEL)  # type: ignore[arg-type]
 
 
 def fletcher4(data: bytes) -> tuple[int, int, int, int]:

@@ -1,6 +1,5 @@
 """Transposing copies against numpy, with casts and both checksums, any sizes and offsets, with every set of kernels."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,24 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_rl import _native
 from fastdeploy_rl._native import Place, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add, contribution
+from tests.unit.native_levels import kernels as kernels
 
-LEVELS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}[_native.CPU_LEVEL]
 CASTS = {"F32_BF16": (4, 2), "BF16_F32": (2, 4), "F16_F32": (2, 4), "F32_F16": (4, 2), "F16_BF16": (2, 2)}
 KINDS = {**{f"{size}-byte items": ("none", size, size) for size in (1, 2, 4, 8)}} | {
     name: (name, *sizes) for name, sizes in CASTS.items()
 }
 Bytes = npt.NDArray[np.uint8]
-
-
-@pytest.fixture(scope="module", params=LEVELS, autouse=True)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the module once with each set of kernels."""
-    _native.use_kernels(request.param)
-    yield request.param
-    _native.use_kernels(_native.CPU_LEVEL)  # type: ignore[arg-type]
 
 
 class Layout(NamedTuple):

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from fastdeploy_rl.errors import SegmentError
 
 _MAX_ATTEMPTS = 10_000
+_SWEEP_S = 0.2
+_SWEEP_POLL_S = 0.001
+"""Whoever takes away what the dead left may meet a file between its making and its locking, and holds it so long."""
 _NOTE_BYTES = 64
 
 
@@ -53,9 +56,12 @@ class OwnerLock:
         return True
 
     def acquire(self) -> None:
-        """As `try_acquire`, but raises SegmentError naming the live owner."""
-        if not self.try_acquire():
-            raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")
+        """As `try_acquire`, but raises SegmentError naming the owner that still lives after a moment."""
+        deadline = time.monotonic() + _SWEEP_S
+        while not self.try_acquire():
+            if time.monotonic() >= deadline:
+                raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")
+            time.sleep(_SWEEP_POLL_S)
 
     def release(self) -> None:
         """Removes the file, then drops the lock; a second release does nothing."""

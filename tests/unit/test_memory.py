@@ -13,6 +13,7 @@ import pytest
 from fastdeploy_rl import config
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import ConfigurationError, NoSpaceError, SegmentError
+from fastdeploy_rl.memory import owner_lock
 from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, free_bytes
@@ -160,6 +161,19 @@ def test_looking_whether_an_owner_lives_never_keeps_one_out(tmp_path: Path) -> N
         stop.set()
         for looker in lookers:
             looker.join()
+
+
+def test_who_takes_the_locks_of_the_dead_away_keeps_no_new_owner_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock file is made before it is locked: for that moment it looks like a dead one's."""
+    path = tmp_path / "owner.lock"
+    sweeper = OwnerLock(path)
+    sweeper.acquire()
+    monkeypatch.setattr(owner_lock.time, "sleep", lambda seconds: sweeper.release())
+    with OwnerLock(path):
+        assert not sweeper.is_held
+        assert is_alive(path)
 
 
 def test_a_private_directory_is_made_for_us_alone(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ DEFAULT_LIMIT = 20
 _LOCK_S = 1.0
 """The lock is held for one line; whoever holds it longer stands still."""
 _LOOK_AGAIN_S = 0.001
+_MAX_READS = 3
 _TAIL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -58,9 +59,14 @@ def read_history(path: Path, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:
         path = _real(path)
     except OSError as error:
         raise ConfigurationError(f"history {path} cannot be read: {error.strerror}") from error
-    entries = _read_file(path)
-    if len(entries) < limit:
-        entries = _read_file(_predecessor(path)) + entries
+    entries: list[HistoryEntry] = []
+    for _ in range(_MAX_READS):
+        place = _place(path)
+        entries = _read_file(path)
+        if len(entries) < limit:
+            entries = _read_file(_predecessor(path)) + entries
+        if _place(path) == place:
+            break  # else it was put aside while we read: lines came twice
     return entries[-limit:]
 
 
@@ -105,10 +111,17 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def _is_at(path: Path, fd: int) -> bool:
+    found = os.fstat(fd)
+    return _place(path) == (found.st_dev, found.st_ino)
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    """What tells the file at `path` from every other; None where none can be looked at."""
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _open_regular(path: Path, flags: int) -> int:

@@ -121,8 +121,8 @@ def test_the_engine_serves_on_while_a_source_stands_still(tmp_path: Path):
         delay = Delay(threading.Event())
         sources[1].then("stage", delay)
         publish(publisher, random_weights(MODEL, 2), 2)
-        helper = threading.Thread(target=release_in_order, args=(order, delay))
-        helper.start()
+        releasing = threading.Thread(target=release_in_order, args=(order, delay))
+        releasing.start()
         updating = threading.Thread(target=client.update)
         updating.start()
         with order.at("the old version answers"), BoardClient(engine.port) as onlooker:
@@ -130,7 +130,7 @@ def test_the_engine_serves_on_while_a_source_stands_still(tmp_path: Path):
             assert onlooker.status().is_serving
             assert engine.holds(random_weights(MODEL, 1))
         updating.join(20)
-        helper.join(20)
+        releasing.join(20)
         assert engine.holds(random_weights(MODEL, 2))
 
 

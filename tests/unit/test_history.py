@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy_rl.errors import ConfigurationError, RequestError, StepFailedError
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import RankReport, StepReport, UpdateReport, history_entry
+from fastdeploy_rl.report import HistoryEntry, RankReport, StepReport, UpdateReport, history_entry
 from fastdeploy_rl.update import history
 from fastdeploy_rl.update.history import append_history, read_history
 
@@ -103,6 +103,24 @@ def test_engines_that_share_a_full_file_put_it_aside_once(tmp_path: Path, monkey
         writer.join(20)
     assert sorted(numbers(path)) == list(range(1, 8))
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_file_that_is_put_aside_while_it_is_read_gives_each_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "history.jsonl", history._read_file
+    append_history(path, entry(1))
+    append_history(path, entry(2))
+
+    def read_then_rotate(file: Path) -> list[HistoryEntry]:
+        found = read(file)
+        if not (tmp_path / "history.jsonl.1").exists():
+            path.rename(tmp_path / "history.jsonl.1")
+            append_history(path, entry(3))
+        return found
+
+    monkeypatch.setattr(history, "_read_file", read_then_rotate)
+    assert numbers(path) == [1, 2, 3]
 
 
 def test_a_file_that_another_keeps_locked_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

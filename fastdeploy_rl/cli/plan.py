@@ -9,7 +9,7 @@ from fastdeploy_rl.cli.options import Verbs, add_json, add_verb, megabytes, posi
 if TYPE_CHECKING:
     from fastdeploy_rl.coverage import ParameterSpec
     from fastdeploy_rl.manifest import Manifest
-    from fastdeploy_rl.plan.planner import Plan, PlannedParameter
+    from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 
 MAX_RANKS = 1024
 _LATEST_S = 5.0
@@ -42,7 +42,8 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fastdeploy_rl.plan.planner import check_plan, check_reads, make_plan
+    from fastdeploy_rl.plan.planner import make_plan
+    from fastdeploy_rl.plan.proofs import check_plan, check_reads
 
     manifest = _read_manifest(options.manifest)
     num_ranks = options.tensor_parallel_size

@@ -152,6 +152,10 @@ def _aliases(contributions: Sequence[Contribution], tensors: dict[str, Tensor]) 
     aliases: dict[str, str] = {}
     for contribution in contributions:
         for name, target in contribution.aliases.items():
+            if target not in tensors:
+                raise TrainerError(
+                    f"part {contribution.publisher} calls {name!r} the same as {target!r}, which nobody has"
+                )
             other = tensors.get(name) or tensors[aliases.get(name, target)]
             if other.checksum != tensors[target].checksum:
                 raise TrainerError(

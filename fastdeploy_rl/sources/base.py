@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.manifest import Manifest
-from fastdeploy_rl.plan.planner import Plan
+from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.version import WeightVersion
 
 

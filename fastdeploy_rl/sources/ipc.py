@@ -13,7 +13,7 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.shared_segment import SharedSegment
-from fastdeploy_rl.plan.planner import Plan
+from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.publish.leases import NUM_ARENAS, Holder, Lease, LeaseTable
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig

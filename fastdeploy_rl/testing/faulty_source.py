@@ -20,7 +20,7 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     SegmentError,
 )
-from fastdeploy_rl.plan.planner import Plan
+from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.version import WeightVersion
 

@@ -11,7 +11,7 @@ from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import PlannedParameter, PlannedRegion, RegionKind
+from fastdeploy_rl.plan.plan import PlannedParameter, PlannedRegion, RegionKind
 
 
 class Sums(NamedTuple):

@@ -20,16 +20,17 @@ from fastdeploy_rl.errors import (
     StepFailedError,
 )
 from fastdeploy_rl.lifecycle import UpdateEvent
+from fastdeploy_rl.manifest import ALIGNMENT, aligned
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import LastPlan, Plan, PlannedParameter
+from fastdeploy_rl.plan.plan import Plan, PlannedParameter
+from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
 from fastdeploy_rl.version import WeightVersion
 
-_ALIGNMENT = 512
 _NOT_IMMUTABLE = "the source's memory does not stay as it is"
 _MAX_NAMED = 5
 
@@ -307,6 +308,8 @@ STALLING_STEPS = (
     UpdateStep("commit", UpdateEvent.COMMIT, agree, leave),
 )
 """At a decode boundary; the time from the first to the last is the stall."""
+
+
 # --- small geometry --------------------------------------------------------------------------------
 
 
@@ -315,12 +318,12 @@ def _packed(sizes: list[int]) -> list[int]:
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        end = aligned(end + size)
     return offsets
 
 
 def _packed_bytes(sizes: list[int]) -> int:
-    return max(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), _ALIGNMENT)
+    return max(sum(map(aligned, sizes)), ALIGNMENT)
 
 
 def _packed_views(like: dict[str, TensorView], arena: Mapping) -> dict[str, TensorView]:

@@ -12,7 +12,8 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Tensor
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import Plan, make_plan
+from fastdeploy_rl.plan.plan import Plan
+from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.version import WeightVersion
 

@@ -15,17 +15,9 @@ from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.dtypes import itemsize, numpy_dtype
 from fastdeploy_rl.errors import ConfigurationError, CoverageError, StepFailedError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
-from fastdeploy_rl.plan.planner import (
-    AliasSource,
-    LastPlan,
-    Plan,
-    PlannedParameter,
-    PlannedRegion,
-    RegionKind,
-    check_plan,
-    check_reads,
-    make_plan,
-)
+from fastdeploy_rl.plan.plan import AliasSource, Plan, PlannedParameter, PlannedRegion, RegionKind
+from fastdeploy_rl.plan.planner import LastPlan, make_plan
+from fastdeploy_rl.plan.proofs import check_plan, check_reads
 
 # --- a publication with its bytes, and an executor
 

@@ -21,16 +21,9 @@ from fastdeploy_rl.dtypes import numpy_dtype
 from fastdeploy_rl.errors import ConfigurationError, StepFailedError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest, decode, encode
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.planner import (
-    AliasSource,
-    Plan,
-    PlannedParameter,
-    PlannedRegion,
-    RegionKind,
-    check_plan,
-    check_reads,
-    make_plan,
-)
+from fastdeploy_rl.plan.plan import AliasSource, Plan, PlannedParameter, PlannedRegion, RegionKind
+from fastdeploy_rl.plan.planner import make_plan
+from fastdeploy_rl.plan.proofs import check_plan, check_reads
 from fastdeploy_rl.update.planned_transfer import transfer_planned
 
 Array = NDArray[Any]

@@ -2,7 +2,7 @@
 
 Owns the routes of commands (`HttpCall`, one for each) and what their answers mean; the two clients only differ in how
 they wait. Refuses to know boards. Invariant: an error of the engine arrives as the same class with the same text;
-whatever else comes back is an EngineError that says so. Every call has a deadline.
+whatever else comes back, or more than MAX_ANSWER_BYTES, is an EngineError that says so. Every call has a deadline.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ from fastdeploy_rl.version import WeightVersion
 
 CONNECT_S = 5.0
 STATUS_S = 10.0
+MAX_ANSWER_BYTES = 256 << 20
+"""The receipt of a very large model fits."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -133,7 +135,7 @@ class EngineUrl:
     def _decode(self, path: str, status: int, content: bytes, kind: Any) -> Any:
         try:
             return msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineError(
                 f"{self.url}{path} answered {status} with no answer of an engine of this version: {error}"
             ) from error
@@ -148,10 +150,16 @@ def ask(http: httpx.Client, engine: EngineUrl, call: HttpCall[_ResultT]) -> _Res
         http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
     ):
         for piece in answer.iter_bytes():
-            content += piece
+            _take(piece, content, call)
             if time.monotonic() > last:
                 raise httpx.ReadTimeout("the answer does not end")
     return engine.result(call, answer.status_code, bytes(content))
+
+
+def _take(piece: bytes, content: bytearray, call: HttpCall[Any]) -> None:
+    content += piece
+    if len(content) > MAX_ANSWER_BYTES:
+        raise EngineError(f"the answer to {call.path} is larger than {MAX_ANSWER_BYTES} bytes: is it an engine's?")
 
 
 class HttpEngine:
@@ -233,7 +241,14 @@ class AsyncHttpEngine:
         await self._http.aclose()
 
     async def _call(self, call: HttpCall[_ResultT]) -> _ResultT:
+        limit_s = call.limit_s
         with self._engine.failures(call):
-            asking = self._http.request(call.method, call.path, timeout=call.timeout, **call.content)
-            answer = await asyncio.wait_for(asking, call.limit_s)
-        return self._engine.result(call, answer.status_code, answer.content)
+            status, content = await asyncio.wait_for(self._fetch(call), limit_s)
+        return self._engine.result(call, status, content)
+
+    async def _fetch(self, call: HttpCall[Any]) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer:
+            async for piece in answer.aiter_bytes():
+                _take(piece, content, call)
+        return answer.status_code, bytes(content)

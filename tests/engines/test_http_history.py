@@ -9,7 +9,8 @@ import httpx
 import pytest
 from fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face, report
 
-from fastdeploy_rl.control.client import AsyncHttpEngine
+from fastdeploy_rl.control import client
+from fastdeploy_rl.control.client import AsyncHttpEngine, HttpEngine
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.errors import (
     ConfigurationError,
@@ -133,3 +134,27 @@ def test_failures_on_the_way_are_those_of_the_blocking_client() -> None:
                 await stranger.clear()
 
     run(ask())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'[{"x":' + b"[" * 100_000, "no answer of an engine.*recursion"),
+        (b" " * 200_001, "larger than 200000 bytes"),
+    ],
+    ids=["nested", "large"],
+)
+def test_an_answer_that_no_engine_gives_is_an_error_to_both_clients(
+    content: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 200_000)
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+
+    async def ask() -> None:
+        async with AsyncHttpEngine("http://stranger", transport=transport) as stranger:
+            with pytest.raises(EngineError, match=words):
+                await stranger.history()
+
+    run(ask())
+    with HttpEngine("http://stranger", transport=transport) as stranger, pytest.raises(EngineError, match=words):
+        stranger.history()

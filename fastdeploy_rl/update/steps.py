@@ -168,6 +168,9 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
     copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
     if update.apply_mode != COPY:
         update.not_aliased = {name: p.why_not_alias or _NOT_IMMUTABLE for name, p in copied.items()}
+    if not any(p.num_bytes for p in plan.parameters if p.name not in copied):
+        # Published memory of which no byte is needed is let go: parameters without bytes must not lie there either.
+        copied = {p.name: p for p in plan.parameters}
     if copied:
         update.arena = update.arenas.acquire(_packed_bytes([p.num_bytes for p in copied.values()]))
     offsets = dict(zip(copied, _packed([p.num_bytes for p in copied.values()]), strict=True))

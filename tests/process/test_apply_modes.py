@@ -139,6 +139,25 @@ def test_copies_hold_neither_lease_nor_mapping_of_what_was_published(tmp_path: P
         assert engine.holds(random_weights(MODEL, 5))
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4)])
+def test_parameters_without_bytes_lie_in_no_memory_that_is_let_go(tmp_path: Path, shape: tuple[int, int]):
+    """Column slices are copied, so that nothing holds the lease: an empty parameter that could alias goes with them."""
+    model = NumpyModel((ParameterSpec("empty", "F32", (0, 4), None), ParameterSpec("columns", "F32", shape, 1)))
+    with (
+        NumpyEngine(model, channel=tmp_path, num_ranks=2, apply_mode="alias") as engine,
+        WeightPublisher(tmp_path) as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        for seed in (1, 2, 3):
+            weights = random_weights(model, seed)
+            published = publish(publisher, weights, seed)
+            report = client.update(published.version)
+            assert "empty" not in {name for names in report.not_aliased.values() for name in names}
+            assert engine.holds(weights)
+            assert None not in engine.tokens()
+        assert client.receipt(recompute=True).content_digest == published.manifest.content_digest
+
+
 def test_aliases_keep_their_lease_until_the_next_commit(tmp_path: Path):
     with rig(tmp_path, "alias", max_arenas=2) as (engine, publisher, client):
         publish(publisher, random_weights(MODEL, 1), 1)

@@ -6,6 +6,7 @@ reads of as many bytes between warm buffers of the kind that the step works on, 
 import json
 import os
 import secrets
+import select
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 
+START_S = 30.0
 WARM_UP = 4
 """Runs that do not count: they make and warm the arenas, which later ones use again."""
 HIDDEN, INTERMEDIATE, KV, LAYERS, VOCAB = 896, 4864, 128, 24, 151936
@@ -79,9 +81,13 @@ def numpy_engine(channel: Path, apply_mode: str) -> Iterator[int]:
         stack.callback(board.close)
         group = stack.enter_context(SharedSegment.create(name, CollectiveGroup.required_bytes(1, 1 << 16)))
         stack.callback(group.unlink)
-        command = [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker", json.dumps(settings)]
+        command = [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"]
         worker = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         stack.callback(worker.stdin.close)
+        worker.stdin.write(json.dumps(settings).encode() + b"\n")
+        worker.stdin.flush()
+        if not select.select([worker.stdout], [], [], START_S)[0]:
+            worker.kill()
         if worker.stdout.readline() != b'"ready"\n':
             raise RuntimeError("the engine did not start")
         yield port

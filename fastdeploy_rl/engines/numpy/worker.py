@@ -1,11 +1,10 @@
 """One rank of a numpy engine as a process of its own: the smallest loop around a DynamicWeightManager.
 
-    python -m fastdeploy_rl.engines.numpy.worker '{"port": 8190, "rank": 0, ...}'
+    echo '{"port": 8190, "rank": 0, ...}' | python -m fastdeploy_rl.engines.numpy.worker
 
 Rank 0 leads: it tells each command's number to the others through the tensor-parallel collectives, as an engine does
-with its steps. The settings may also come as the first line of standard input: an argument has at most 128 KiB, which
-thousands of specs exceed. Commands for tests come as JSON lines on standard input, answers go to standard output; end
-of input is the order to stop."""
+with its steps. The first line of standard input are the settings, the others commands for tests, each a JSON document;
+answers go to standard output; end of input is the order to stop."""
 
 import json
 import os
@@ -143,8 +142,7 @@ def _refuse_to_bind(views: Mapping[str, TensorView]) -> None:
 
 
 def main() -> int:
-    text = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline()
-    worker = Worker(msgspec.json.decode(text, type=WorkerConfig))
+    worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerConfig))
     try:
         worker.start()
         print(json.dumps("ready"), flush=True)

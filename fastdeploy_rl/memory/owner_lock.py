@@ -43,6 +43,11 @@ class OwnerLock:
     def is_held(self) -> bool:
         return self._fd >= 0
 
+    @property
+    def is_at_path(self) -> bool:
+        """False when the file was removed under its owner: whoever comes then makes, and owns, another."""
+        return self.is_held and _is_at(self.path, self._fd)
+
     def try_acquire(self) -> bool:
         """Takes the lock; False when a live owner has it (nothing
         changes then). Never blocks; the directory must exist."""
@@ -64,13 +69,16 @@ class OwnerLock:
             time.sleep(_SWEEP_POLL_S)
 
     def release(self) -> None:
-        """Removes the file, then drops the lock; a second release does nothing."""
+        """Removes the file, then drops the lock; a second release does nothing. A file that somebody else has made in
+        its place stays."""
         if not self.is_held:
             return
+        is_at_path = self.is_at_path
         fd, self._fd = self._fd, -1
         # In this order: whoever finds the file gone or unlocked sees a dead owner; whoever opened it before finds,
         # after it got the lock, that the path no longer leads to it, and looks again.
-        self.path.unlink(missing_ok=True)
+        if is_at_path:
+            self.path.unlink(missing_ok=True)
         os.close(fd)
 
     def __enter__(self) -> "OwnerLock":

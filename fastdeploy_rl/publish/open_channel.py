@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.errors import ChannelBusyError, ManifestError, VersionFormatError, VersionRegressError
+from fastdeploy_rl.errors import ChannelBusyError, ManifestError, SegmentError, VersionFormatError, VersionRegressError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.publish.arena_shelf import ArenaInHand, ArenaShelf
@@ -43,7 +43,14 @@ class OpenChannel:
     """See the module; made by `open`."""
 
     def __init__(
-        self, channel: Channel, part: Part, meeting: Meeting, table: LeaseTable, shelf: ArenaShelf, epoch: int
+        self,
+        channel: Channel,
+        part: Part,
+        lock: OwnerLock,
+        meeting: Meeting,
+        table: LeaseTable,
+        shelf: ArenaShelf,
+        epoch: int,
     ) -> None:
         self.channel = channel
         self.part = part
@@ -55,13 +62,15 @@ class OpenChannel:
         self._table = table
         self._latest_segments: tuple[Segment, ...] = ()
         self._checked: object = None
+        self._lock = lock
         self._resources = ExitStack()
 
     @classmethod
     def open(cls, channel: Channel, part: Part, max_arenas: int) -> "OpenChannel":
         channel.open()
         with ExitStack() as stack:
-            stack.callback(_locked(channel, part.index).release)
+            lock = _locked(channel, part.index)
+            stack.callback(lock.release)
             table = LeaseTable(channel.leases_of(part.index), channel.holders_dir)
             stack.callback(table.close)
             table.create()
@@ -72,7 +81,7 @@ class OpenChannel:
             if part.count > 1:
                 stack.callback(meeting.close)
                 meeting.open()
-            opened = cls(channel, part, meeting, table, shelf, epoch)
+            opened = cls(channel, part, lock, meeting, table, shelf, epoch)
             opened._begin()
             opened._resources = stack.pop_all()
         return opened
@@ -104,6 +113,7 @@ class OpenChannel:
 
     def publish(self, wish: Wish) -> Manifest:
         """Inside `telling_others`."""
+        self._check_in_place()
         self.refresh()
         version = self._next_version(wish.step)
         self._check(wish.arrangement, version)
@@ -114,6 +124,9 @@ class OpenChannel:
 
     def close(self, keep: bool) -> None:
         with self._resources:
+            if not self._lock.is_at_path:
+                self.shelf.unlink()  # the channel was removed: what stands there now is another publisher's
+                return
             if self.part.index == 0 and self.part.count > 1:
                 self._meeting.await_acknowledged()
             self.refresh()
@@ -135,6 +148,13 @@ class OpenChannel:
             return sum(self._emptied(index) for index in indices)
 
     # --- life --------------------------------------------------------------------------------------
+
+    def _check_in_place(self) -> None:
+        if not (self._lock.is_at_path and self._table.is_at_path):
+            raise SegmentError(
+                f"channel {self.channel.path} was removed, or made anew, under its publisher: "
+                "close this publisher and start another"
+            )
 
     def _begin(self) -> None:
         self.refresh()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from fastdeploy_rl.errors import (
     ManifestError,
     NoPublicationError,
     NoSpaceError,
+    SegmentError,
     TrainerError,
     VersionFormatError,
     VersionRegressError,
@@ -308,6 +310,33 @@ def test_closing_removes_publication_and_memory_and_lets_the_next_in(channel: Pa
         publisher.close()
         assert _segments(channel) == []
         assert {entry.name for entry in channel.iterdir()} == {"EPOCH", "LEASES", "holders"}
+
+
+def test_a_publisher_whose_channel_was_removed_says_so_and_leaves_no_memory(channel: Path) -> None:
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        shutil.rmtree(channel)
+        with pytest.raises(SegmentError, match="was removed, or made anew, under its publisher"):
+            publisher.publish(weights(2), step=2)
+        assert not channel.exists()
+    assert _segments(channel) == []
+
+
+def test_a_publisher_whose_channel_was_made_anew_touches_nothing_of_the_new_one(channel: Path) -> None:
+    with WeightPublisher(channel) as former:
+        former.publish(weights(1), step=1)
+        shutil.rmtree(channel)
+        with WeightPublisher(channel) as publisher:
+            publisher.publish(weights(2), step=1)
+            before = _latest(channel), sorted(os.listdir(channel))
+            with pytest.raises(SegmentError, match="start another"):
+                former.publish(weights(3), step=9)
+            former.close()
+            assert (_latest(channel), sorted(os.listdir(channel))) == before
+            with pytest.raises(ChannelBusyError, match=f"pid {os.getpid()}"):
+                WeightPublisher(channel).start()
+            assert str(publisher.publish(weights(3), step=2).version) == "1.2"
+    assert _segments(channel) == []
 
 
 # --- what is published -----------------------------------------------------------------------------

@@ -38,11 +38,19 @@ from fastdeploy_rl.control.metrics import CONTENT_TYPE, EngineMetrics
 from fastdeploy_rl.control.openai_format import error_body
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES, Body, parse_chat, parse_completion
 from fastdeploy_rl.control.weights_service import LegacyAnswer, WeightsService
-from fastdeploy_rl.errors import FastDeployRLError, NotServingError, OverloadedError, RequestError
+from fastdeploy_rl.errors import (
+    DeadlineExceededError,
+    FastDeployRLError,
+    NotServingError,
+    OverloadedError,
+    RequestError,
+)
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
+BODY_DEADLINE_S = 60.0
+"""A client that stops in the middle of its request must not be waited for without an end."""
 _RETRIED = (NotServingError.http_status, OverloadedError.http_status)
 
 
@@ -206,6 +214,15 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _read_body(request: Request) -> bytes:
+    try:
+        return await asyncio.wait_for(_whole_body(request), BODY_DEADLINE_S)
+    except asyncio.TimeoutError as error:  # builtin TimeoutError from Python 3.11 on
+        raise DeadlineExceededError(
+            f"the request body was not there within {BODY_DEADLINE_S:g} s; send it at once"
+        ) from error
+
+
+async def _whole_body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from fake_engine import (
     make_face,
 )
 
+from fastdeploy_rl.control import http_app
 from fastdeploy_rl.control.generation import GenerationDefaults, SamplingOptions
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
@@ -351,6 +352,19 @@ def test_a_prompt_that_takes_long_to_read_holds_up_nobody() -> None:
 
     asyncio.run(scene())
     face.weights.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/weights/update", "/v1/weights/clear"])
+def test_a_body_that_never_ends_is_not_waited_for(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def beginning() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(http_app, "BODY_DEADLINE_S", 0.01)
+    answer = client.request("POST", path, content=beginning())
+    assert answer.status_code == 504
+    assert answer.json()["error"]["type"] == "DeadlineExceededError"
+    assert client.engine.requests == []
 
 
 def test_an_endless_body_is_refused(client: Client) -> None:

@@ -242,12 +242,13 @@ class DynamicWeightManager:
         """What the manager's own thread staged for `number`; None when that
         was taken back, or did not come before the command's deadline."""
         record = self._rendezvous.current()
-        left_s = max(0.0, (record.deadline_ns - time.monotonic_ns()) / 1e9) if record.number == number else 0.0
-        try:
-            return self._handovers.get(timeout=left_s) if left_s else self._handovers.get_nowait()
-        except queue.Empty:
-            _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
-            return None
+        # Of a command that is over there is nothing: what may lie there is the next one's, for its own boundary.
+        if record.number == number:
+            left_s = (record.deadline_ns - time.monotonic_ns()) / 1e9
+            with contextlib.suppress(queue.Empty):
+                return self._handovers.get(timeout=left_s) if left_s > 0 else self._handovers.get_nowait()
+        _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
+        return None
 
     # --- the manager's thread ----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -26,9 +27,12 @@ from fastdeploy_rl.errors import (
     NotServingError,
 )
 from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
 from tests.process.test_update_numpy import MODEL, publish
+from tests.process.threaded_engine import ThreadedEngine
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -36,6 +40,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)  # bounded by the deadline above
+
+
+class BehindEngine(ThreadedEngine):
+    """Its ranks hear of each boundary of the command before once more, and then of the one that is due."""
+
+    def _loop(self) -> None:
+        while not self._is_over.is_set():
+            select.select([self.managers[0].wake_fd], [], [], 0.05)
+            due = self.managers[0].poll()
+            for number in (due - 1, due) if due else ():
+                for rank in [self._pool.submit(manager.run, number) for manager in self.managers]:
+                    rank.result()
+
+
+def test_a_boundary_of_a_command_that_is_over_takes_nothing_from_the_next_one(tmp_path: Path):
+    """As where a rank was stopped between hearing of a boundary and coming to it."""
+    sources = [IpcSource(SourceConfig(tmp_path)) for _ in range(2)]
+    with (
+        BehindEngine(MODEL, sources) as engine,
+        WeightPublisher(tmp_path) as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        for seed in (1, 2):
+            publish(publisher, random_weights(MODEL, seed), seed)
+            assert client.update(deadline_s=5.0).outcome == "done"
+            assert engine.holds(random_weights(MODEL, seed))
 
 
 @pytest.mark.parametrize("late_rank", [0, 2])

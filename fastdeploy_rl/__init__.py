@@ -27,4 +27,12 @@ __all__ = ["AsyncEngineController", "DynamicWeightManager", "EngineController", 
 def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'fastdeploy_rl' has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+    try:
+        return getattr(import_module(_EXPORTS[name]), name)
+    except ImportError as error:
+        if "_native" not in str(error):
+            raise
+        raise ImportError(
+            f"the native core is not built for this Python in {__path__[0]}: pip install the repository into this "
+            "environment, and start Python elsewhere than in a repository that was built for another one"
+        ) from error

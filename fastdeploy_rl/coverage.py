@@ -17,6 +17,7 @@ from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.plan.logical import LogicalTensor, logical_tensors, turned
 
 MAX_LISTED_PROBLEMS = 20
+TURNED_HINT = " (transposed?)"
 
 
 class Coverage(Enum):
@@ -239,7 +240,7 @@ def _hint(member: _Member, logical: LogicalTensor) -> str:
         return ""
     if logical.pieces[0].tensor.is_transposed:
         return " (published as transposed: is it? linear weights are [in, out] here)"
-    return " (transposed? linear weights are [in, out] here)"
+    return TURNED_HINT
 
 
 def _surplus(published: Mapping[str, LogicalTensor], specs: Sequence[ParameterSpec]) -> Iterator[str]:
@@ -265,4 +266,10 @@ def _describe(version: str, problems: Sequence[str]) -> str:
     if len(problems) > MAX_LISTED_PROBLEMS:
         listed.append(f"... and {len(problems) - MAX_LISTED_PROBLEMS} more")
     noun = "problem" if len(problems) == 1 else "problems"
-    return "\n".join([f"version {version} does not fit this model, {len(problems)} {noun}:", *listed])
+    # Said once and first: what crosses the board is cut at its end.
+    hint = (
+        " (linear weights are [in, out] here; for a state dict of torch, publish with convention=hugging_face)"
+        if any(problem.endswith(TURNED_HINT) for problem in problems)
+        else ""
+    )
+    return "\n".join([f"version {version} does not fit this model, {len(problems)} {noun}{hint}:", *listed])

@@ -35,6 +35,10 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: dict[str, str]
     live: dict[str, list[str]]
 
+    def __str__(self) -> str:
+        """One line, without the checksum of each tensor."""
+        return f"version {self.version} from {self.source}: {len(self.read)} tensors, content {self.content_digest}"
+
 
 def sum_reads(parts: list[RankReceipt]) -> dict[str, Fletcher4]:
     """Tensor by tensor, the ranks' contributions added up (they are linear)."""

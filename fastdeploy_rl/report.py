@@ -67,6 +67,15 @@ class UpdateReport(msgspec.Struct, frozen=True):
     receipt: Receipt | None = None
     differing: list[tuple[str, int]] = []
 
+    def __str__(self) -> str:
+        """One line: its fields name every tensor on every rank."""
+        why = f": {self.reason.splitlines()[0]}" if self.reason else ""
+        return (
+            f"{self.kind} {self.outcome}, version {self.version or 'none'} (was {self.previous_version or 'none'}), "
+            f"{self.seconds:.3f} s, {self.stall_seconds * 1e3:.1f} ms of it without decoding, "
+            f"{self.aliased_bytes} bytes aliased, {self.copied_bytes} copied{why}"
+        )
+
     @property
     def aliased_bytes(self) -> int:
         return sum(rank.aliased_bytes for rank in self.ranks)

@@ -195,7 +195,7 @@ def _print_plans(manifest: "Manifest", plans: "list[Plan]", is_verbose: bool) ->
         in_place = [parameter for parameter in plan.parameters if parameter.alias is not None]
         for how, parameters in {"in place": in_place, **_by_reason(plan)}.items():
             size = megabytes(sum(parameter.num_bytes for parameter in parameters))
-            print(f"  {len(parameters):>6} {size:>12}  {how if how == 'in place' else f'copied: {how}'}")
+            print(f"  {len(parameters):>6} parameters {size:>12}  {how if how == 'in place' else f'copied: {how}'}")
         for parameter in plan.parameters if is_verbose else ():
             print(f"  {parameter.name}  {_told(parameter)}")
 

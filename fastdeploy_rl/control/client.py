@@ -101,7 +101,7 @@ class EngineUrl:
             raise ConfigurationError(
                 f"not an engine's URL: {text[:200]!r}; expected something like http://127.0.0.1:8180"
             )
-        return cls(text.rstrip("/"))
+        return cls(text.rstrip("/").removesuffix("/v1"))  # the base URL of OpenAI's clients is meant too
 
     @contextmanager
     def failures(self, call: HttpCall[Any]) -> Iterator[None]:

@@ -106,7 +106,7 @@ def http_clients(address: str) -> ModuleType:
         from fastdeploy_rl.control import client
     except ImportError as error:
         raise ConfigurationError(
-            f"an engine at a URL ({address}) needs httpx: pip install 'fastdeploy_rl[engine]'; "
+            f"an engine at a URL ({address}) needs httpx: pip install httpx; "
             "on the engine's machine its port number needs nothing"
         ) from error
     return client

@@ -149,7 +149,8 @@ class Channel:
             latest = self.read_latest()
             if latest is None:
                 raise NoPublicationError(
-                    f"nothing is published in {self.path}; publish first (fastdeploy-rl publish DIR --step N)"
+                    f"nothing is published in {self.path}; publish first (fastdeploy-rl publish DIR --step N); what a "
+                    "WeightPublisher published goes when it closes"
                 )
             if latest == seen:
                 raise NoPublicationError(f"{self.path / latest.file} is missing, though LATEST names it")

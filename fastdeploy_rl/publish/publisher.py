@@ -38,7 +38,7 @@ class Published:
     `seconds`."""
 
     version: WeightVersion
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     num_bytes: int
     seconds: float
     _opened: OpenChannel = field(repr=False, compare=False)
@@ -203,6 +203,9 @@ def retire(channel: str | Path | None = None) -> Retired:
 
 
 def _borrow_all(state_dict: Mapping[str, Any]) -> dict[str, HostTensor]:
+    if not isinstance(state_dict, Mapping):
+        got = type(state_dict).__name__
+        raise TrainerError(f"expected a mapping of names to tensors, such as model.state_dict(); got {got}")
     if not state_dict:
         raise TrainerError("nothing to publish: the state dict is empty")
     for name in state_dict:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face
 
-from fastdeploy_rl.control.client import HttpEngine
+from fastdeploy_rl.control.client import EngineUrl, HttpEngine
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.weights_service import MAX_COMMANDS
 from fastdeploy_rl.errors import (
@@ -259,6 +259,11 @@ def test_something_that_is_no_engine_is_named() -> None:
     with pytest.raises(EngineError, match="no answer of an engine"):
         engine.status()
     engine.close()
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_the_base_url_of_openais_clients_names_the_same_engine(url: str) -> None:
+    assert EngineUrl.parse(url) == EngineUrl("http://h:1")
 
 
 @pytest.mark.parametrize(

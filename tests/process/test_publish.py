@@ -448,6 +448,7 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(step=2**63), VersionFormatError, "step"),
         (_broken(step="2"), VersionFormatError, "step"),
         (_broken(state_dict={}), TrainerError, "empty"),
+        (_broken(state_dict=object()), TrainerError, r"model\.state_dict\(\); got object"),
         (_broken(state_dict={"w": [1.0]}), TrainerError, "'w' is no tensor"),
         (_broken(state_dict={"w": np.zeros((4, 4), "f4").T}), TrainerError, "'w' is not contiguous"),
         (_broken(state_dict={"w": np.zeros(4, "c8")}), TrainerError, "'w' has dtype complex64"),

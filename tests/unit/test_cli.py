@@ -39,6 +39,12 @@ def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [verb for verb in VERBS if verb not in text] == []
 
 
+def test_a_package_without_its_native_core_says_so_and_what_to_do() -> None:
+    probe = "import sys; sys.modules['fastdeploy_rl._native'] = None; from fastdeploy_rl import WeightPublisher"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False, timeout=60)
+    assert "ImportError: the native core is not built for this Python" in done.stderr.decode().splitlines()[-1]
+
+
 def test_help_imports_neither_engine_nor_server() -> None:
     probe = (
         "import sys; from fastdeploy_rl.cli import main\n"

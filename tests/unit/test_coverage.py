@@ -245,11 +245,20 @@ def test_a_turned_tensor_is_compared_as_the_engine_has_it() -> None:
 
 def test_a_wrong_orientation_is_hinted_at_both_ways() -> None:
     assert problems(publication(stored("w", (6, 4))), spec("w", (4, 6))) == [
-        "w: shape expected [4, 6] got [6, 4] (transposed? linear weights are [in, out] here)"
+        "w: shape expected [4, 6] got [6, 4] (transposed?)"
     ]
     assert problems(publication(stored("w", (4, 6), is_transposed=True)), spec("w", (4, 6))) == [
         "w: shape expected [4, 6] got [6, 4] (published as transposed: is it? linear weights are [in, out] here)"
     ]
+
+
+def test_the_mend_for_weights_that_lie_the_other_way_round_is_said_once_and_first() -> None:
+    with pytest.raises(CoverageError) as caught:
+        check_coverage(publication(stored("v", (6, 4)), stored("w", (6, 4))), [spec("v", (4, 6)), spec("w", (4, 6))])
+    first, *rest = str(caught.value).split("\n")
+    assert "convention=hugging_face" in first
+    assert len(rest) == 2
+    assert "convention" not in "".join(rest)
 
 
 @pytest.mark.parametrize("rows", [5, 6, 8, 100])

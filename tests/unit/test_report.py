@@ -1,0 +1,25 @@
+"""What a report and a receipt show when they are printed."""
+
+from fastdeploy_rl.receipt import Receipt
+from fastdeploy_rl.report import RankReport, UpdateReport
+
+RECEIPT = Receipt("3.7", "ipc", "ab12", {"w": "00"}, {"w": ["00"]})
+RANK = RankReport(0, [], 0.01, "auto", 64, 32, {"model.w": "transposed"})
+
+
+def report(outcome: str, reason: str = "") -> UpdateReport:
+    return UpdateReport(1, "update", outcome, "3.7", "", 0.5, 0.01, [RANK, RANK], reason=reason, receipt=RECEIPT)
+
+
+def test_a_printed_report_is_one_line_that_names_no_tensor() -> None:
+    assert str(report("done")) == (
+        "update done, version 3.7 (was none), 0.500 s, 10.0 ms of it without decoding, 128 bytes aliased, 64 copied"
+    )
+
+
+def test_a_printed_rejection_says_the_first_line_of_why() -> None:
+    assert str(report("rejected", "it does not fit:\nmodel.w: missing")).endswith(" copied: it does not fit:")
+
+
+def test_a_printed_receipt_is_one_line_that_names_no_tensor() -> None:
+    assert str(RECEIPT) == "version 3.7 from ipc: 1 tensors, content ab12"

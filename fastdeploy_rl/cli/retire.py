@@ -24,6 +24,8 @@ def run(options: argparse.Namespace) -> int:
     retired = retire(options.ipc_dir)
     if options.json:
         print_json(retired._asdict())
+    elif not retired.version and not retired.num_bytes:
+        print("nothing was published")
     else:
         print(f"retired version {retired.version or 'none'}: {megabytes(retired.num_bytes)} of shared memory")
     return 0

@@ -75,6 +75,9 @@ def test_a_publication_that_fails_leaves_the_one_before(capsys: pytest.CaptureFi
     assert "tp:5" in capsys.readouterr().err
     assert (tmp_path / "channel" / "LATEST").read_bytes() == latest
     assert main(["retire", *channel]) == 0
+    assert "retired version 1.7: " in capsys.readouterr().out
+    assert main(["retire", *channel]) == 0
+    assert capsys.readouterr().out == "nothing was published\n"
 
 
 def test_a_broken_checkpoint_is_named_and_nothing_is_published(

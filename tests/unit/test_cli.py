@@ -37,6 +37,7 @@ def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = run(capsys, "--help")
     assert code == 0
     assert [verb for verb in VERBS if verb not in text] == []
+    assert run(capsys) == (2, "", text)
 
 
 def test_a_package_without_its_native_core_says_so_and_what_to_do() -> None:

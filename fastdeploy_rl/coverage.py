@@ -268,7 +268,7 @@ def _describe(version: str, problems: Sequence[str]) -> str:
     noun = "problem" if len(problems) == 1 else "problems"
     # Said once and first: what crosses the board is cut at its end.
     hint = (
-        " (linear weights are [in, out] here; for a state dict of torch, publish with convention=hugging_face)"
+        " (linear weights are [in, out] here; torch state dicts: publish with convention=hugging_face)"
         if any(problem.endswith(TURNED_HINT) for problem in problems)
         else ""
     )

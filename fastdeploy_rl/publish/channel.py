@@ -19,6 +19,7 @@ Owns the files and their atomicity. Refuses to know tensors and arenas. Invarian
 does not exist; a reader sees the old one or the new one, never half.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -31,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, NoSpaceError, SegmentError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.version import WeightVersion
@@ -239,7 +240,18 @@ class Channel:
         return data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Writes a file, whole or not at all."""
+        """Writes a file, whole or not at all. NoSpaceError where there is no room for it."""
+        try:
+            self._replace(name, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NoSpaceError(
+                f"{self.path / name} needs {len(data)} bytes: {error.strerror}; "
+                "remove leftovers (fastdeploy-rl doctor --clean) or put the channel elsewhere"
+            ) from error
+
+    def _replace(self, name: str, data: bytes) -> None:
         temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -1,5 +1,6 @@
 """WeightPublisher with real processes at the other end of the channel."""
 
+import errno
 import json
 import os
 import shutil
@@ -521,6 +522,23 @@ def test_no_room_in_shared_memory_says_what_is_needed_and_free(
         with pytest.raises(NoSpaceError, match=r"needs \d+ bytes of /dev/shm, 5000 are free"):
             publisher.publish(weights(2), step=2)
     assert (_latest(channel), _segments(channel)) == before
+    publisher.publish(weights(2), step=2)
+
+
+def test_no_room_for_the_manifest_is_no_room_in_words(
+    publisher: WeightPublisher, channel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(weights(1), step=1)
+    before = _latest(channel), sorted(os.listdir(channel))
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NoSpaceError, match=r"manifest-1\.2-\w+\.json needs \d+ bytes: No space left on device"):
+            publisher.publish(weights(2), step=2)
+    assert (_latest(channel), sorted(os.listdir(channel))) == before
     publisher.publish(weights(2), step=2)
 
 

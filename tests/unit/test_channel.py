@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.errors import ConfigurationError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.errors import ConfigurationError, ManifestError, NoPublicationError, NoSpaceError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
 from fastdeploy_rl.publish.channel import Channel, Latest
 
@@ -109,7 +109,7 @@ def test_a_publication_that_cannot_be_written_leaves_the_old_one(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", broken)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NoSpaceError, match="No space left"):
         channel.write_publication(_manifest("1.2"))
     assert channel.read_publication(_deadline())[0] == before
     assert not [name for name in _files(channel) if name.endswith(".tmp")]

@@ -289,7 +289,7 @@ class DynamicWeightManager:
         command = self._command(record)
         error = self._attempt(command.stage)
         if error is None:
-            error = self._attempt(lambda: self._write_staged(record, command))
+            error = self._attempt(lambda: self._prepare_files(record, command))
         if error is None:
             self._rendezvous.vote(record.number, Ballot.STAGED, phase="staged")
         else:
@@ -312,8 +312,9 @@ class DynamicWeightManager:
         late = _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
         self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), late)
 
-    def _write_staged(self, record: CommandRecord, command: RankCommand) -> None:
+    def _prepare_files(self, record: CommandRecord, command: RankCommand) -> None:
         receipt = command.receipt()
+        self._files.reserve_part(self.rank, record.number, RankPart(command.report(), receipt))
         if receipt is not None:
             self._files.write_staged(self.rank, record.number, receipt)
 

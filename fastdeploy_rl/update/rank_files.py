@@ -5,7 +5,7 @@ hundreds of tensors go here."""
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ from fastdeploy_rl.report import RankReport, UpdateReport
 
 KEPT_REPORTS = 32
 _MAX_BYTES = 256 << 20
+_SPARE_BYTES = 64 << 10
+"""Of a last word: times of steps, and the text of an error."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -39,6 +41,11 @@ class RankFiles:
 
     def read_staged(self, rank: int, command: int) -> RankReceipt:
         return self._read(RankReceipt, f"staged.{command}.rank{rank}.json")
+
+    def reserve_part(self, rank: int, command: int, likely: RankPart) -> None:
+        """Room for the last word, taken before anything is touched, so that a disk that fills up meanwhile cannot make
+        a rank that committed look like one that is lost. `likely`: as much as is known of it now."""
+        self._reserve(f"part.{command}.rank{rank}.json", len(msgspec.json.encode(likely)) + _SPARE_BYTES)
 
     def write_part(self, rank: int, command: int, part: RankPart) -> None:
         self._write(f"part.{command}.rank{rank}.json", part)
@@ -78,15 +85,33 @@ class RankFiles:
     def remove_receipt(self) -> None:
         (self._run_dir / "receipt.json").unlink(missing_ok=True)
 
+    def _reserve(self, name: str, num_bytes: int) -> None:
+        with self._creating(name) as fd:
+            os.posix_fallocate(fd, 0, num_bytes)
+
     def _write(self, name: str, record: msgspec.Struct) -> None:
+        data = msgspec.json.encode(record)
+        with self._creating(name) as fd:
+            # Over what was reserved, and cut to size only then: room that is given back may be gone.
+            written = 0
+            while written < len(data):
+                written += os.pwrite(fd, data[written:], written)
+            os.ftruncate(fd, len(data))
+            os.replace(self._run_dir / f"{name}.new", self._run_dir / name)
+
+    @contextlib.contextmanager
+    def _creating(self, name: str) -> Iterator[int]:
+        """The file that is to become `name`; gone again when it does not."""
         fresh = self._run_dir / f"{name}.new"
-        try:
-            fresh.write_bytes(msgspec.json.encode(record))
-            os.replace(fresh, self._run_dir / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
-            raise StepFailedError(f"{name} cannot be written to {self._run_dir}: {error.strerror}") from error
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, fd)
+                yield fd
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    fresh.unlink()
+                raise StepFailedError(f"{name} cannot be written to {self._run_dir}: {error.strerror}") from error
 
     def _read(self, record: type[_Record], name: str) -> _Record:
         try:

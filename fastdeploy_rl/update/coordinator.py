@@ -14,7 +14,14 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import FastDeployRLError, FencedError, NotServingError, VersionRegressError, wire_text
+from fastdeploy_rl.errors import (
+    FastDeployRLError,
+    FencedError,
+    NoPublicationError,
+    NotServingError,
+    VersionRegressError,
+    wire_text,
+)
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport, history_entry
@@ -170,10 +177,27 @@ class Coordinator:
     # --- the kinds of command ----------------------------------------------------------------------
 
     def _update(self, request: CommandRequest) -> CommandOutcome:
+        outcome, tried = self._try_update(request)
+        while self._is_overtaken(request, outcome, tried):
+            _log.info("version=%s event=overtaken", tried)
+            outcome, tried = self._try_update(request)
+        return outcome
+
+    def _is_overtaken(self, request: CommandRequest, outcome: CommandOutcome, tried: WeightVersion) -> bool:
+        """Whoever asked for the newest version means the one that replaced it while ranks were about to take it."""
+        return (
+            not request.version
+            and outcome.outcome is Outcome.REJECTED
+            and isinstance(outcome.error, NoPublicationError)
+            and time.monotonic_ns() < request.deadline_ns
+            and self._resolve(request).version > tried
+        )
+
+    def _try_update(self, request: CommandRequest) -> tuple[CommandOutcome, WeightVersion]:
         resolved = self._resolve(request)
         version, manifest = resolved.version, resolved.manifest
         if self._is_live_already(resolved) and not request.is_forced:
-            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._receipt)
+            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._receipt), version
         self._check_direction(version, request)
         before = self.state.lifecycle
 
@@ -195,7 +219,7 @@ class Coordinator:
             self._adopt(outcome)
         elif outcome.outcome is Outcome.REJECTED:
             self.state.undo_update(before)
-        return outcome
+        return outcome, version
 
     def _resolve(self, request: CommandRequest) -> ResolvedPublication:
         """What is asked for; a bare step number, as FastDeploy writes it, means one of the channel's present epoch."""

@@ -4,6 +4,7 @@ works. The fault is at one rank only, so each case is one of disagreement."""
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -165,3 +166,25 @@ def test_a_cancelled_update_that_had_begun_still_ends_for_all_ranks(tmp_path: Pa
             ("update", "done"),
             ("recompute", "done"),
         ]
+
+
+@pytest.mark.parametrize("asked", ["", "1.2"])
+def test_a_version_replaced_while_ranks_take_it_gives_way_to_the_newest_if_that_was_asked_for(
+    tmp_path: Path, asked: str
+):
+    """Rank 0 resolved 1.2, rank 1 comes to it after 1.3 was published."""
+    with rig(tmp_path) as (engine, sources, publisher, client), ThreadPoolExecutor(1) as pool:
+        delay = Delay(threading.Event())
+        sources[1].then("resolve", delay)
+        publish(publisher, random_weights(MODEL, 2), 2)
+        update = pool.submit(client.update, asked or None)
+        assert delay.begun.wait(20)
+        publish(publisher, random_weights(MODEL, 3), 3)
+        delay.gate.set()
+        if asked:
+            with pytest.raises(NoPublicationError, match=r"another publication replaced|not to be had"):
+                update.result(20)
+            assert engine.holds(random_weights(MODEL, 1))
+        else:
+            assert update.result(20).version == "1.3"
+            assert engine.holds(random_weights(MODEL, 3))

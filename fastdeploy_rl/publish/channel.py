@@ -231,10 +231,13 @@ class Channel:
             raise
         except OSError as error:
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror}") from error
-        with open(fd, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ManifestError(f"{self.path / name} is no regular file")
-            data = file.read(max_bytes + 1)
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read(max_bytes + 1)
+        finally:
+            os.close(fd)
         if len(data) > max_bytes:
             raise ManifestError(f"{self.path / name} has more than {max_bytes} bytes")
         return data

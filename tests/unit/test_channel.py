@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,10 @@ def test_latest_is_plain_json_for_other_tools(channel: Channel) -> None:
         "file": latest.file,
         "file_digest": latest.file_digest,
     }
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_in_a_files_place_is_refused(channel: Channel, make: Callable[[Path], None]) -> None:
+    make(channel.path / "LATEST")
+    with pytest.raises(ManifestError, match="LATEST is no regular file"):
+        channel.read_latest()

@@ -20,9 +20,10 @@ from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
+from fastdeploy_rl.update.coordinator import WATCH_PERIOD_US
 board = Board.attach(int(sys.argv[1]))
 word = StatusWord(WEIGHTS_WORD, board.port)
-watcher = _native.WordWatcher(word.mapping, 0, board.mapping, layout.DOORBELL_OFFSET, 1000)
+watcher = _native.WordWatcher(word.mapping, 0, board.mapping, layout.DOORBELL_OFFSET, WATCH_PERIOD_US)
 heard = _native.load_i32(board.mapping, layout.DOORBELL_OFFSET)
 print("ready", flush=True)
 for _ in range(int(sys.argv[2])):

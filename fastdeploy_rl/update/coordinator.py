@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 _LOOK_AROUND_NS = 200_000_000
 """Between doorbells: slots of vanished clients are freed this often."""
 _KEEP_PERIOD_S = 0.05
-_WATCH_PERIOD_US = 1000
+WATCH_PERIOD_US = 4000
+"""A plain store of a foreign process is to be seen within 10 ms. Each look takes a core from decoding for a moment:
+a thousand a second cost some percent of the tokens on two cores."""
 
 
 class Coordinator:
@@ -110,7 +112,7 @@ class Coordinator:
         if self._watcher is not None:
             self._watcher.stop()
         word = self.state.weights_word.mapping
-        self._watcher = _native.WordWatcher(word, 0, self._board.mapping, layout.DOORBELL_OFFSET, _WATCH_PERIOD_US)
+        self._watcher = _native.WordWatcher(word, 0, self._board.mapping, layout.DOORBELL_OFFSET, WATCH_PERIOD_US)
         self._board.ring_doorbell()
 
     def _keep_words(self) -> None:

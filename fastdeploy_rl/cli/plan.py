@@ -73,10 +73,13 @@ def _read_manifest(path: Path) -> "Manifest":
     """The one of the file, or the latest of the channel."""
     import time
 
+    from fastdeploy_rl.errors import ConfigurationError
     from fastdeploy_rl.publish.channel import Channel
 
     if not path.is_dir():
         return _read_file(path)
+    if (path / "config.json").exists():
+        raise ConfigurationError(f"{path} is a model: name a manifest file or a channel; --model takes the model")
     return Channel(path).read_publication(time.monotonic_ns() + int(_LATEST_S * 1e9))[1]
 
 

@@ -134,7 +134,9 @@ def run(options: argparse.Namespace) -> int:
     )
     # Until the log file is there, nothing that is logged belongs on the operator's terminal.
     logging.getLogger("fastdeploy_rl").addHandler(logging.NullHandler())
-    serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer())
+    serve(config, _JsonAnnouncer() if options.json else _TextAnnouncer(config.board_port))
+    if not options.json:
+        print("stopped", flush=True)
     return 0
 
 
@@ -223,6 +225,9 @@ def _log_to_file(log_dir: Path) -> None:
 class _TextAnnouncer:
     """For people."""
 
+    def __init__(self, port: int) -> None:
+        self._chat = "fastdeploy-rl chat" + ("" if str(port) == DEFAULT_ENGINE else f" --engine {port}")
+
     def starting(self, config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> None:
         summary = summarize(config, model, reclaimed)
         _log_to_file(config.log_dir)
@@ -233,7 +238,7 @@ class _TextAnnouncer:
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
         weights = " + ".join(size_text(rank.weight_bytes) for rank in ranks)
-        print(f"ready in {seconds:.1f} s: weights {weights}", flush=True)
+        print(f"ready in {seconds:.1f} s: weights {weights}; talk to it: {self._chat}", flush=True)
 
 
 class _JsonAnnouncer:

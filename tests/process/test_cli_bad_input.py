@@ -323,6 +323,10 @@ def test_a_directory_where_nothing_was_published_is_named(tmp_path: Path) -> Non
     assert list((tmp_path / "channel").iterdir()) == []
 
 
+def test_a_model_in_a_channels_place_is_told_as_one(model_dir: Path) -> None:
+    assert "is a model: name a manifest file or a channel" in plan_refusal(model_dir)
+
+
 def test_a_model_that_is_another_one_is_refused_with_the_names(
     manifest_bytes: bytes, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def test_the_summary_counts_the_memory_of_a_rank(config: ServeConfig, model: Che
 def test_people_read_one_block_with_all_of_it(
     config: ServeConfig, model: CheckedModel, quiet_logging: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve._TextAnnouncer().starting(config, model, DEAD)
+    serve._TextAnnouncer(config.board_port).starting(config, model, DEAD)
     text = capsys.readouterr().out
     for words in (str(config.model_dir), "ipc, apply mode auto", str(config.channel), "http://127.0.0.1:8180", "8182"):
         assert words in text
@@ -68,7 +68,7 @@ def test_people_read_one_block_with_all_of_it(
 def test_nothing_is_said_of_leftovers_where_there_were_none(
     config: ServeConfig, model: CheckedModel, quiet_logging: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve._TextAnnouncer().starting(config, model, None)
+    serve._TextAnnouncer(config.board_port).starting(config, model, None)
     assert "reclaimed" not in capsys.readouterr().out
 
 

@@ -53,6 +53,7 @@ class StatusWord:
     def __init__(self, word: str, port: int) -> None:
         self._word, self._port = word, port
         self._segment = _attach(word, port)
+        self._linked: os.stat_result | None = None
 
     @property
     def mapping(self) -> _native.Mapping:
@@ -80,7 +81,9 @@ class StatusWord:
         """Keeps name and mapping together; True when the mapping changed, because somebody recreated the word."""
         name, link = (f"{SHM_DIR}/{n}" for n in (word_name(self._word, self._port), _link_name(self._word, self._port)))
         try:
-            if os.path.samestat(os.stat(name), os.stat(link)):
+            # Looked at many times a second beside a decoding engine: the link, which is ours alone, only once.
+            self._linked = self._linked or os.stat(link)
+            if os.path.samestat(os.stat(name), self._linked):
                 return False
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -102,6 +105,7 @@ class StatusWord:
             os.unlink(fresh)
             return False
         os.replace(fresh, link)
+        self._linked = None
         self._segment, old = recreated, self._segment
         del old  # unmapped when the watcher lets go of it
         return True

@@ -479,7 +479,7 @@ def test_under_thirty_updates_every_token_is_that_of_the_version_it_is_stamped_w
     answers = [answer for reader in readers for answer in reader.answers]
     assert sum(len(tokens) for _, tokens, _, _ in answers) == len(answers) * NUM_TOKENS
     assert {version for _, _, versions, _ in answers for version in versions} >= set(published) - {before}
-    assert sum(len(spans) > 1 for *_, spans in answers) >= NUM_UPDATES / 2
+    assert sum(len(spans) - 1 for *_, spans in answers) >= NUM_UPDATES  # updates came in the middle of answers
     for prompt, tokens, versions, spans in answers:
         assert [span["version"] for span in spans for _ in range(span["start"], span["end"])] == versions
         assert wrong_tokens(prompt, tokens, versions, published) == []

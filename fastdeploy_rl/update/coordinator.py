@@ -40,7 +40,7 @@ _LOOK_AROUND_NS = 200_000_000
 """Between doorbells: slots of vanished clients are freed this often."""
 _KEEP_PERIOD_S = 0.08
 """A vanished name is to be back within 100 ms."""
-WATCH_PERIOD_US = 4000
+WATCH_PERIOD_US = 2000
 """A plain store of a foreign process is to be seen within 10 ms. Each look takes a core from decoding for a moment:
 a thousand a second cost some percent of the tokens on two cores."""
 

@@ -242,3 +242,27 @@ def flip(path: str, offset: int) -> None:
 def place_of(manifest: Manifest, name: str, rank: int) -> tuple[str, int]:
     part = next(tensor for tensor in manifest.tensors if tensor.name == name).parts[rank]
     return f"/dev/shm/{manifest.segments[part.segment].locator}", part.offset
+
+
+def test_two_engines_of_one_channel_stand_on_different_versions(tmp_path: Path):
+    """Each keeps every byte of its own version while the other goes on, also when the slower one's is two behind."""
+    channel = tmp_path / "channel"
+    versions = [random_weights(MODEL, seed) for seed in range(4)]
+    with (
+        NumpyEngine(MODEL, channel=channel, num_ranks=2, apply_mode="alias") as slow,
+        NumpyEngine(MODEL, channel=channel, num_ranks=1, apply_mode="alias") as quick,
+        WeightPublisher(channel) as publisher,
+        BoardClient(slow.port) as slow_client,
+        BoardClient(quick.port) as quick_client,
+    ):
+        publish(publisher, versions[1], 1)
+        slow_client.update()
+        for step in (2, 3):
+            publish(publisher, versions[step], step)
+            assert quick_client.update().version == f"1.{step}"
+            assert quick.holds(versions[step])
+            assert slow.holds(versions[1])
+        assert slow_client.receipt(recompute=True).version == "1.1"
+        assert slow_client.update().version == "1.3"
+        assert slow.holds(versions[3])
+        assert quick.holds(versions[3])

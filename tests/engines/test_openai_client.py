@@ -325,6 +325,8 @@ def test_interrupted_generate_ends_quietly_and_the_engine_stops(engine: ServedEn
         PROMPT,
         "--max-tokens",
         "2000",
+        "--temperature",
+        "0",
         "--stream",
         "--json",
     ]

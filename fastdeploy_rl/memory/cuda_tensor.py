@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_rl import _native
-from fastdeploy_rl.dtypes import DTYPES
 from fastdeploy_rl.errors import TrainerError
+from fastdeploy_rl.memory.dlpack_export import detached, export
 
 _DLPACK_CUDA = 2
 
@@ -35,7 +35,9 @@ def borrow_cuda(tensor: Any, name: str = "tensor") -> CudaTensor:
     TrainerError, naming the tensor, when it is not in CUDA memory, not dense and contiguous, empty, of a dtype without
     a safetensors name, or no tensor at all.
     """
-    borrowed = _borrow(tensor, name)
+    if not hasattr(tensor, "__dlpack__"):
+        raise TrainerError(f"{name!r} is no tensor: got {type(tensor).__name__}; pass paddle or torch tensors")
+    borrowed = export(detached(tensor), name, "CUDA")
     kind, index = borrowed.device
     if kind != _DLPACK_CUDA:
         raise TrainerError(f"{name!r} is not in CUDA memory (DLPack device type {kind})")
@@ -44,22 +46,3 @@ def borrow_cuda(tensor: Any, name: str = "tensor") -> CudaTensor:
     if borrowed.num_bytes == 0:
         raise TrainerError(f"{name!r} is empty (shape {borrowed.shape}): it has no memory to export")
     return CudaTensor(borrowed, borrowed.dtype, borrowed.shape, borrowed.address, borrowed.num_bytes, index)
-
-
-def _borrow(tensor: Any, name: str) -> _native.BorrowedTensor:
-    if not hasattr(tensor, "__dlpack__"):
-        raise TrainerError(f"{name!r} is no tensor: got {type(tensor).__name__}; pass paddle or torch tensors")
-    # Frameworks refuse to export a tensor that wants gradients; the detached one is the same memory.
-    tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
-    try:
-        return _native.borrow_dlpack(tensor.__dlpack__())
-    except (ValueError, TypeError) as error:
-        dtype = getattr(tensor, "dtype", "unknown")
-        raise TrainerError(
-            f"{name!r} has dtype {dtype}, which cannot be published; known are {' '.join(DTYPES)}"
-        ) from error
-    except (BufferError, RuntimeError, NotImplementedError, AttributeError) as error:
-        # What frameworks say of sparse, quantized, conjugated and meta tensors, each in its own way.
-        raise TrainerError(
-            f"{name!r} has no plain memory that could be exported ({error!s:.200}): pass a dense CUDA tensor"
-        ) from error

@@ -13,6 +13,7 @@ import numpy as np
 from fastdeploy_rl import _native
 from fastdeploy_rl.dtypes import DTYPES, numpy_dtype
 from fastdeploy_rl.errors import TrainerError
+from fastdeploy_rl.memory.dlpack_export import detached, export, unsupported_dtype
 
 _DLPACK_CPU = 1
 _NAMES = {numpy_dtype(name): name for name in DTYPES}
@@ -56,7 +57,7 @@ def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
         raise TrainerError(f"{name!r} is a masked array, and a mask cannot be published: pass array.filled(...)")
     dtype = _array_dtype(array.dtype)
     if dtype is None:
-        raise _unsupported(name, str(array.dtype))
+        raise unsupported_dtype(name, str(array.dtype))
     if not array.flags.c_contiguous:
         raise TrainerError(
             f"{name!r} is not contiguous (shape {array.shape}, strides {array.strides}): pass np.ascontiguousarray(...)"
@@ -71,18 +72,9 @@ def _array_dtype(dtype: np.dtype[Any]) -> str | None:
 
 
 def _borrow_dlpack(tensor: Any, name: str) -> HostTensor:
-    # Frameworks refuse to export a tensor that wants gradients; the detached one is the same memory.
-    tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
+    tensor = detached(tensor)
     _check_device(tensor, name)
-    try:
-        borrowed = _native.borrow_dlpack(tensor.__dlpack__())
-    except (ValueError, TypeError) as error:
-        raise _unsupported(name, str(getattr(tensor, "dtype", "unknown"))) from error
-    except (BufferError, RuntimeError, NotImplementedError, AttributeError) as error:
-        # What frameworks say of sparse, quantized, conjugated and meta tensors, each in its own way.
-        raise TrainerError(
-            f"{name!r} has no plain memory that could be published ({error!s:.200}): pass a dense CPU tensor"
-        ) from error
+    borrowed = export(tensor, name, "CPU")
     if not borrowed.is_cpu:
         raise _not_on_cpu(name, getattr(tensor, "place", None) or getattr(tensor, "device", "another device"))
     if not borrowed.is_contiguous:
@@ -105,9 +97,3 @@ def _check_device(tensor: Any, name: str) -> None:
 
 def _not_on_cpu(name: str, place: object) -> TrainerError:
     return TrainerError(f"{name!r} is not in CPU memory ({place}): pass tensor.cpu()")
-
-
-def _unsupported(name: str, dtype: str) -> TrainerError:
-    return TrainerError(
-        f"{name!r} has dtype {dtype}, which cannot be published: cast it to one of {' '.join(DTYPES)}, little-endian"
-    )

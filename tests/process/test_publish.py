@@ -6,10 +6,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +47,6 @@ def channel(tmp_path: Path) -> Path:
 def publisher(channel: Path) -> Iterator[WeightPublisher]:
     with WeightPublisher(channel, max_arenas=2) as publisher:
         yield publisher
-
-
-@pytest.fixture
-def start(channel: Path) -> Iterator[Start]:
-    """Starts a peer with that verb; whatever still runs at the end is killed."""
-    script = Path(__file__).with_name("publication_peer.py")
-    with ExitStack() as stack:
-
-        def start(verb: str) -> "subprocess.Popen[str]":
-            command = [sys.executable, str(script), verb, str(channel)]
-            peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(peer)
-            stack.callback(peer.kill)
-            return peer
-
-        yield start
 
 
 def _line(peer: "subprocess.Popen[str]") -> str:

@@ -3,10 +3,8 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +50,6 @@ def publisher(channel: Path) -> Iterator[WeightPublisher]:
 @pytest.fixture
 def memory(publisher: WeightPublisher) -> TrainerMemory:
     return publisher.allocate(WANTED)
-
-
-@pytest.fixture
-def start(channel: Path) -> Iterator[Start]:
-    script = Path(__file__).with_name("publication_peer.py")
-    with ExitStack() as stack:
-
-        def start(verb: str) -> "subprocess.Popen[str]":
-            command = [sys.executable, str(script), verb, str(channel)]
-            peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(peer)
-            stack.callback(peer.kill)
-            return peer
-
-        yield start
 
 
 def _line(peer: "subprocess.Popen[str]") -> str:

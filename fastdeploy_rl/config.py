@@ -48,9 +48,21 @@ class Deadlines:
     into absolute CLOCK_MONOTONIC times where a wait begins."""
 
     attach_s: float = 600.0
+    """From the start of a rank until all of them have loaded the model and met."""
     update_s: float = 30.0
+    """An update for which nobody named a deadline."""
     clear_s: float = 30.0
+    """A clear for which nobody named a deadline."""
     stop_s: float = 10.0
+    """From the word to stop until every rank has ended."""
+    finish_s: float = FINISH_GRACE_S
+    """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
+    rejoin_s: float = 120.0
+    """From a rank's death until the rank that replaces it is back among the others."""
+    step_s: float = 300.0
+    """One meeting of the ranks for a step of the model; a long prefill is no death."""
+    read_s: float = 2.0
+    """Until a record that another process writes reads consistently; a writer stalled longer is taken for silent."""
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():

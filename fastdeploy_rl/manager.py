@@ -335,12 +335,16 @@ class DynamicWeightManager:
             num_threads=self._config.num_copy_threads,
             old=self._state.live,
         )
-        return UpdateCommand(self._state, update, self._observe)
+        return UpdateCommand(self._state, update, self)
 
-    def _observe(self, step: UpdateStep) -> None:
+    def begin(self, step: UpdateStep, update: RankUpdate) -> None:
+        """As a StepObserver: the board shows which step this rank is at."""
         self._rendezvous.show(phase=step.name)
         if self._coordinator is not None:
             self._coordinator.state.begin(step.event)
+
+    def end(self, step: UpdateStep, update: RankUpdate) -> None:
+        return None
 
     # --- both threads, one after the other ---------------------------------------------------------
 

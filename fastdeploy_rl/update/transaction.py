@@ -6,7 +6,7 @@ until `commit` begins, `undo` brings back, bitwise, what was live before."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,23 +69,37 @@ class RankCommand(Protocol):
         ...
 
 
-class StepRunner:
-    """Runs steps in order, times them, remembers them for undoing. `observe` hears of each step before it begins."""
+class StepObserver(Protocol):
+    """Hears of every step on this rank, on the thread that runs it. What it raises is that step's failure."""
 
-    def __init__(self, update: RankUpdate, observe: Callable[[UpdateStep], None]) -> None:
+    def begin(self, step: UpdateStep, update: RankUpdate) -> None:
+        """Before `step.do`."""
+        ...
+
+    def end(self, step: UpdateStep, update: RankUpdate) -> None:
+        """After `step.do` came through."""
+        ...
+
+
+class StepRunner:
+    """Runs steps in order, times them, remembers them for undoing."""
+
+    def __init__(self, update: RankUpdate, observer: StepObserver) -> None:
         self._update = update
-        self._observe = observe
+        self._observer = observer
         self._begun: list[UpdateStep] = []
         self.reports: list[StepReport] = []
 
     def run(self, steps: Sequence[UpdateStep]) -> None:
         for step in steps:
-            self._observe(step)
             self._begun.append(step)
-            started = time.monotonic()
             with as_step_failure(step.name, self._update.runner.rank):
+                self._observer.begin(step, self._update)
+                started = time.monotonic()
                 num_bytes = step.do(self._update)
-            self.reports.append(StepReport(step=step.name, seconds=time.monotonic() - started, num_bytes=num_bytes))
+                seconds = time.monotonic() - started
+                self._observer.end(step, self._update)
+            self.reports.append(StepReport(step=step.name, seconds=seconds, num_bytes=num_bytes))
 
     def undo(self) -> None:
         """In reverse, each once; a step that cannot be undone does
@@ -108,10 +122,10 @@ class UpdateCommand:
     the trainer has its arena (or the memory it lent) back while the engine serves, and a rank holds nothing but its
     weights and the save area of their size."""
 
-    def __init__(self, state: RankState, update: RankUpdate, observe: Callable[[UpdateStep], None]) -> None:
+    def __init__(self, state: RankState, update: RankUpdate, observer: StepObserver) -> None:
         self._state = state
         self._update = update
-        self._steps = StepRunner(update, observe)
+        self._steps = StepRunner(update, observer)
         self._is_aliasing = False
         self._spent: StagedSource | None = None
 

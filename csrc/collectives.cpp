@@ -128,11 +128,44 @@ size_t CollectiveGroup::required_bytes(int64_t num_ranks, int64_t slot_bytes) {
   return kHeaderBytes + 4 * static_cast<size_t>(num_ranks) * round_up(static_cast<size_t>(slot_bytes), kLineBytes);
 }
 
+namespace {
+
+CollectiveHeader* header_in(const Mapping& mapping, int64_t num_ranks, int64_t slot_bytes) {
+  const size_t num_bytes = CollectiveGroup::required_bytes(num_ranks, slot_bytes);
+  auto* header = reinterpret_cast<CollectiveHeader*>(mapping.at(0, num_bytes, kLineBytes, Access::write));
+  const uint64_t config = round_up(static_cast<size_t>(slot_bytes), kLineBytes) << 8 | static_cast<uint64_t>(num_ranks);
+  uint64_t found = 0;
+  if (!__atomic_compare_exchange_n(&header->config, &found, config, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+      found != config) {
+    throw std::invalid_argument("the mapping belongs to a group of " + std::to_string(found & 0xff) +
+                                " ranks and slots of " + std::to_string(found >> 8) + " bytes");
+  }
+  return header;
+}
+
+// The step always moves on, so that sleepers of the older generation see their word change.
+uint64_t raise_gate(CollectiveHeader* header, uint64_t generation) {
+  uint64_t gate = header->gate.load();
+  while (generation_of(gate) < generation) {
+    if (!header->gate.compare_exchange_weak(gate, open_gate(generation, next_step(step_of(gate))))) continue;
+    wake_sleepers(header);
+    gate = header->gate.load();
+  }
+  return gate;
+}
+
+void check_generation(int64_t generation) {
+  if (generation >= 1 && generation <= kMaxGeneration) return;
+  throw std::invalid_argument("generation must be in 1.." + std::to_string(kMaxGeneration) + ", got " +
+                              std::to_string(generation));
+}
+
+}  // namespace
+
 CollectiveGroup::CollectiveGroup(std::shared_ptr<Mapping> mapping, int64_t rank, int64_t num_ranks, int64_t slot_bytes,
                                  int64_t generation, void (*on_signal)())
     : pin_(std::move(mapping)),
-      header_(reinterpret_cast<CollectiveHeader*>(
-          (*pin_).at(0, required_bytes(num_ranks, slot_bytes), kLineBytes, Access::write))),
+      header_(header_in(*pin_, num_ranks, slot_bytes)),
       slots_(reinterpret_cast<uint8_t*>(header_) + kHeaderBytes),
       rank_(static_cast<int>(rank)),
       num_ranks_(static_cast<int>(num_ranks)),
@@ -143,38 +176,27 @@ CollectiveGroup::CollectiveGroup(std::shared_ptr<Mapping> mapping, int64_t rank,
   if (rank < 0 || rank >= num_ranks) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
   }
-  if (generation < 1 || generation > kMaxGeneration) {
-    throw std::invalid_argument("generation must be in 1.." + std::to_string(kMaxGeneration) + ", got " +
-                                std::to_string(generation));
-  }
+  check_generation(generation);
   join();
 }
 
+void CollectiveGroup::advance(const Mapping& mapping, int64_t num_ranks, int64_t slot_bytes, int64_t generation) {
+  check_generation(generation);
+  raise_gate(header_in(mapping, num_ranks, slot_bytes), static_cast<uint64_t>(generation));
+}
+
 void CollectiveGroup::join() {
-  const uint64_t config = slot_bytes_ << 8 | static_cast<uint64_t>(num_ranks_);
-  uint64_t found = 0;
-  if (!__atomic_compare_exchange_n(&header_->config, &found, config, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
-      found != config) {
-    throw std::invalid_argument("the mapping belongs to a group of " + std::to_string(found & 0xff) +
-                                " ranks and slots of " + std::to_string(found >> 8) + " bytes");
-  }
   uint64_t* joined = &header_->ranks[rank_].joined;
   uint64_t before = __atomic_load_n(joined, __ATOMIC_SEQ_CST);
-  uint64_t gate = header_->gate.load();
+  const uint64_t gate = header_->gate.load();
   if (before >= generation_ || generation_of(gate) > generation_ ||
       !__atomic_compare_exchange_n(joined, &before, generation_, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
     throw std::invalid_argument("generation " + std::to_string(generation_) + " is not new: rank " +
                                 std::to_string(rank_) + " joined " + std::to_string(before) + ", the group is at " +
                                 std::to_string(generation_of(gate)));
   }
-  // The step always moves on, so that sleepers of the older generation see their word change.
-  while (generation_of(gate) < generation_) {
-    if (!header_->gate.compare_exchange_weak(gate, open_gate(generation_, next_step(step_of(gate))))) continue;
-    wake_sleepers(header_);
-    gate = header_->gate.load();
-  }
   // No step of our generation opens before we arrive at this one.
-  step_ = step_of(gate);
+  step_ = step_of(raise_gate(header_, generation_));
 }
 
 size_t CollectiveGroup::bank() const { return (generation_ & 1) * 2 + (step_ & 1); }

@@ -32,6 +32,8 @@ class CollectiveGroup {
   CollectiveGroup(std::shared_ptr<Mapping> mapping, int64_t rank, int64_t num_ranks, int64_t slot_bytes,
                   int64_t generation, void (*on_signal)());
   static size_t required_bytes(int64_t num_ranks, int64_t slot_bytes);
+  // From outside the group: every call of a generation before this one ends as broken, also those that wait now.
+  static void advance(const Mapping& mapping, int64_t num_ranks, int64_t slot_bytes, int64_t generation);
 
   void barrier(int64_t deadline_ns);
   void all_reduce(float* values, size_t num_values, int64_t deadline_ns);

@@ -247,6 +247,12 @@ void bind_collectives(py::module_& m) {
            }),
            "mapping"_a.none(false), "rank"_a, "num_ranks"_a, "slot_bytes"_a, "generation"_a)
       .def_static("required_bytes", &CollectiveGroup::required_bytes, "num_ranks"_a, "slot_bytes"_a)
+      .def_static(
+          "advance",
+          [](const MappingPtr& mapping, int64_t num_ranks, int64_t slot_bytes, int64_t generation) {
+            CollectiveGroup::advance(*mapping, num_ranks, slot_bytes, generation);
+          },
+          "mapping"_a.none(false), "num_ranks"_a, "slot_bytes"_a, "generation"_a)
       .def("all_reduce_f32", all_reduce, "values"_a, "deadline_ns"_a)
       .def("all_gather", all_gather, "own"_a, "gathered"_a, "deadline_ns"_a)
       .def("broadcast", broadcast, "values"_a, "root"_a, "deadline_ns"_a)

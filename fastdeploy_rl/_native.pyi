@@ -187,6 +187,11 @@ class CollectiveGroup:
     def __init__(self, mapping: Mapping, rank: int, num_ranks: int, slot_bytes: int, generation: int) -> None: ...
     @staticmethod
     def required_bytes(num_ranks: int, slot_bytes: int) -> int: ...
+    @staticmethod
+    def advance(mapping: Mapping, num_ranks: int, slot_bytes: int, generation: int) -> None:
+        """From outside the group: every call of an older generation ends with MissingRanksError, also those that wait
+        now. A generation that is reached already changes nothing."""
+
     def all_reduce_f32(self, values: Buffer, deadline_ns: int) -> None:
         """Sum over ranks, in place; added in rank order on every rank, so the result is bitwise equal everywhere."""
 

@@ -1,8 +1,8 @@
 """Collectives of processes on one machine, through one shared-memory segment.
 
 Owns the segment's mapping and the framing of byte payloads; the meeting itself is `_native.CollectiveGroup`. Refuses to
-know tensors beyond numpy arrays. Invariant: after a missed deadline every further call raises, on every rank, until a
-group of a higher generation is made on the segment.
+know tensors beyond numpy arrays. Invariant: after a missed deadline, or once the group was advanced to a higher
+generation, every further call raises, on every rank, until the rank rejoins in the present generation.
 """
 
 import time
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdeploy_rl._native import CollectiveGroup, MissingRanksError
-from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, FastDeployRLError, PeerLostError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -42,21 +42,36 @@ class ShmCollectives:
         num_bytes = CollectiveGroup.required_bytes(num_ranks, slot_bytes)
         self.rank = rank
         self.num_ranks = num_ranks
+        self.generation = generation
+        self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
         self._frame = np.zeros(_FRAME_BYTES, np.uint8)
         self._is_owner = create
+        self._is_closed = False
         self._segment = (
             SharedSegment.create(segment_name, num_bytes)
             if create
             else SharedSegment.attach(segment_name, writable=True)
         )
+        self._group: CollectiveGroup | None = None
         try:
-            self._group: CollectiveGroup | None = CollectiveGroup(
-                self._segment.mapping, rank, num_ranks, slot_bytes, generation
-            )
+            self.rejoin(generation)
         except BaseException:
             self._release_segment()
             raise
+
+    def rejoin(self, generation: int) -> None:
+        """This rank's place in the group of `generation`, whatever became of the one before. ValueError where that is
+        not the newest, or not new to this rank."""
+        self._group = None
+        self._group = CollectiveGroup(self._segment.mapping, self.rank, self.num_ranks, self._slot_bytes, generation)
+        self.generation = generation
+
+    @staticmethod
+    def advance(segment_name: str, num_ranks: int, slot_bytes: int, generation: int) -> None:
+        """For whoever watches over the ranks: calls of older generations end with PeerLostError, at once."""
+        with SharedSegment.attach(segment_name, writable=True) as segment:
+            CollectiveGroup.advance(segment.mapping, num_ranks, slot_bytes, generation)
 
     def all_reduce(self, values: npt.NDArray[np.float32]) -> None:
         """Sum over the ranks, in place; bitwise equal on every rank."""
@@ -92,8 +107,9 @@ class ShmCollectives:
 
     def close(self) -> None:
         """Leaves the segment, and unlinks it where this object made it. A second close does nothing."""
-        if self._group is None:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._group = None
         self._release_segment()
 
@@ -116,8 +132,7 @@ class ShmCollectives:
         try:
             call(self._group, *arguments, time.monotonic_ns() + round(timeout_s * 1e9))
         except MissingRanksError as error:
-            what, missing, generation = error.args
-            raise DeadlineExceededError(_explain(what, missing, generation)) from error
+            raise _broken(*error.args) from error
 
 
 def _write_frame(frame: npt.NDArray[np.uint8], payload: bytes | None) -> None:
@@ -130,6 +145,10 @@ def _write_frame(frame: npt.NDArray[np.uint8], payload: bytes | None) -> None:
     frame[_LENGTH_BYTES : _LENGTH_BYTES + len(inline)] = np.frombuffer(inline, np.uint8)
 
 
-def _explain(what: str, missing: tuple[int, ...], generation: int) -> str:
-    whom = ", ".join(f"rank {rank}" for rank in missing) or "the present generation"
-    return f"{what} ended without {whom} (generation {generation}); the ranks must form a group of a higher generation"
+def _broken(what: str, missing: tuple[int, ...], generation: int) -> FastDeployRLError:
+    if not missing:
+        return PeerLostError(f"{what}: a rank was lost; rejoin in the present generation")
+    whom = ", ".join(f"rank {rank}" for rank in missing)
+    return DeadlineExceededError(
+        f"{what} ended without {whom} (generation {generation}); the ranks must form a group of a higher generation"
+    )

@@ -16,6 +16,7 @@ import pytest
 from fastdeploy_rl import _native
 from fastdeploy_rl._native import CollectiveGroup, Mapping, MissingRanksError
 from fastdeploy_rl.collectives.shm import MAX_PAYLOAD_BYTES, ShmCollectives
+from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, SegmentError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 
@@ -27,7 +28,7 @@ import json, sys, time
 import numpy as np
 from fastdeploy_rl import _native
 from fastdeploy_rl.collectives.shm import ShmCollectives
-from fastdeploy_rl.errors import DeadlineExceededError
+from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 name, rank, num_ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def join(timeout_s=60.0, generation=1):
     return ShmCollectives(
@@ -252,7 +253,7 @@ own = np.full(1024, 1e9, np.float32)
 try:
     group.all_reduce(own)
     print(json.dumps("summed"))
-except DeadlineExceededError as error:
+except PeerLostError as error:
     print(json.dumps(str(error)))
 """
     member = """
@@ -277,8 +278,36 @@ print(json.dumps(wrong))
             told = result_of(old)
             assert [result_of(first), result_of(second)] == [0, 0]
     assert isinstance(told, str)
-    assert "present generation" in told
+    assert "rejoin in the present generation" in told
     assert "generation 2" in told
+
+
+def test_advancing_from_outside_wakes_who_waits_and_the_ranks_meet_again() -> None:
+    """As the supervisor does when a rank died: the survivor waits for it no longer, and meets the one in its place."""
+    survivor = """
+group = join(timeout_s=600.0)
+print("joined", flush=True)
+try:
+    group.barrier()
+except PeerLostError as error:
+    group.rejoin(2)
+own = np.full(8, 1, np.float32)
+group.all_reduce(own)
+print(json.dumps(own.tolist()))
+"""
+    fresh = """
+with join(generation=2) as group:
+    own = np.full(8, 2, np.float32)
+    group.all_reduce(own)
+print(json.dumps(own.tolist()))
+"""
+    with segment_for(2) as name, rank_process(name, 0, 2, survivor) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "joined\n"
+        ShmCollectives.advance(name, 2, SLOT_BYTES, 2)
+        ShmCollectives.advance(name, 2, SLOT_BYTES, 2)
+        with rank_process(name, 1, 2, fresh) as second:
+            assert [result_of(first), result_of(second)] == [[3.0] * 8] * 2
 
 
 def group_on(mapping: Mapping, rank: int, num_ranks: int, generation: int = 1) -> CollectiveGroup:

@@ -14,11 +14,16 @@ _SOURCES = {"ipc": "fastdeploy_rl.sources.ipc:IpcSource"}
 _PLANNED = ("ipc_snapshot", "rsync")
 
 
+def load_strategies() -> tuple[str, ...]:
+    """The names that `create` knows."""
+    return tuple(sorted(_SOURCES))
+
+
 def check_load_strategy(load_strategy: str) -> None:
     """ConfigurationError unless `create` knows the name."""
     if load_strategy in _SOURCES:
         return
-    available = ", ".join(sorted(_SOURCES))
+    available = ", ".join(load_strategies())
     if load_strategy in _PLANNED:
         raise ConfigurationError(f"load strategy {load_strategy!r} is not available in this version; use {available}")
     raise ConfigurationError(f"unknown load strategy {load_strategy!r:.80}; use {available}")

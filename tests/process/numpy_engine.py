@@ -56,6 +56,7 @@ class NumpyEngine:
         num_ranks: int = 3,
         seed: int = 0,
         apply_mode: str = "auto",
+        load_strategy: str = "ipc",
         update_s: float = 5.0,
     ) -> None:
         self.port = free_port()
@@ -70,6 +71,7 @@ class NumpyEngine:
             "specs": msgspec.to_builtins(model.specs),
             "seed": seed,
             "apply_mode": apply_mode,
+            "load_strategy": load_strategy,
             "update_s": update_s,
         }
 

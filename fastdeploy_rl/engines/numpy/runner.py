@@ -21,6 +21,7 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 Array = NDArray[Any]
 
 _ALIGNMENT = 64
+_MAX_CALLS = 100
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class NumpyModel:
 
 
 class NumpyRunner:
-    """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called in which order stands in `calls`."""
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called last, in which order, stands in `calls`."""
 
     def __init__(self, model: NumpyModel, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -70,6 +71,10 @@ class NumpyRunner:
             value = zlib.crc32(np.ascontiguousarray(self._bound[name].numpy()).tobytes(), value)
         return value
 
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        del self.calls[:-_MAX_CALLS]
+
     # --- ModelRunner -------------------------------------------------------------------------------
 
     def parameters(self) -> Sequence[ParameterSpec]:
@@ -79,32 +84,32 @@ class NumpyRunner:
         return dict(self._bound)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        self.calls.append("bind")
+        self._note("bind")
         self._bound = dict(views)
 
     def unbind(self) -> None:
-        self.calls.append("unbind")
+        self._note("unbind")
         self._bound = {}
 
     def drain(self, deadline_ns: int) -> None:
-        self.calls.append("drain")
+        self._note("drain")
 
     def abort_requests(self, reason: str) -> None:
-        self.calls.append(f"abort {reason}")
+        self._note(f"abort {reason}")
 
     def drop_kv_cache(self) -> None:
-        self.calls.append("drop_kv_cache")
+        self._note("drop_kv_cache")
         self._kv_digest = None
 
     def rebuild_kv_cache(self, content_digest: str) -> None:
-        self.calls.append("rebuild_kv_cache")
+        self._note("rebuild_kv_cache")
         self._kv_digest = content_digest
 
     def recapture_graphs(self) -> None:
-        self.calls.append("recapture_graphs")
+        self._note("recapture_graphs")
 
     def set_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
+        self._note(f"version {version}")
         self.version = version
 
 

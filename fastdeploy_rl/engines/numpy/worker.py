@@ -6,6 +6,7 @@ Rank 0 leads: it tells each command's number to the others through the tensor-pa
 with its steps. The first line of standard input are the settings, the others commands for tests, each a JSON document;
 answers go to standard output; end of input is the order to stop."""
 
+import gc
 import json
 import os
 import select
@@ -122,6 +123,11 @@ class Worker:
             return "mended"
         if question == "token":
             return self.runner.token() if self._manager.is_serving else None
+        if question == "answer":
+            return [self.runner.token(), self.runner.version] if self._manager.is_serving else None
+        if question == "objects":
+            gc.collect()
+            return sys.getallocatedblocks()
         if question == "calls":
             return self.runner.calls
         if question == "dump":

@@ -16,7 +16,6 @@ import pytest
 from fastdeploy_rl import _native
 from fastdeploy_rl._native import CollectiveGroup, Mapping, MissingRanksError
 from fastdeploy_rl.collectives.shm import MAX_PAYLOAD_BYTES, ShmCollectives
-from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, SegmentError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 

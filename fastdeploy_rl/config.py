@@ -22,6 +22,12 @@ APPLY_MODES = (AUTO, ALIAS, ALIAS_STRICT, COPY)
 with the reason. `alias-strict`: as alias, but an update that would copy is refused. `copy`: published bytes go into the
 parameters' own memory. `auto`: alias, or copy from a source whose memory does not stay as it is."""
 
+KEEP, REFETCH, OFF = "keep", "refetch", "off"
+ROLLBACKS = (KEEP, REFETCH, OFF)
+"""How a rank comes back from a copy into live parameters. `keep`: the old bytes were saved before, which takes memory
+of their size. `refetch`: they are read from the channel again. `off`: not at all; the engine is fenced. A rebind leaves
+the old weights where they are, so that all three go back at no cost."""
+
 FINISH_GRACE_S = 5.0
 """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
 BOARD_GRACE_S = FINISH_GRACE_S + 5.0

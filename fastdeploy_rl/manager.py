@@ -27,7 +27,7 @@ from msgspec import structs
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
-from fastdeploy_rl.config import APPLY_MODES, AUTO, Deadlines
+from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -64,17 +64,20 @@ _HEARTBEAT_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """`apply_mode`: one of config.APPLY_MODES, which says what each means. `num_copy_threads`: threads of one rank's
+    """`apply_mode`, `rollback`: one each of config.APPLY_MODES and ROLLBACKS, which say what they mean. `num_copy_threads`: threads of one rank's
     copies and checksums."""
 
     load_strategy: str
     apply_mode: str = AUTO
     deadlines: Deadlines = field(default_factory=Deadlines)
     num_copy_threads: int = 1
+    rollback: str = KEEP
 
     def __post_init__(self) -> None:
         if self.apply_mode not in APPLY_MODES:
             raise ConfigurationError(f"apply mode must be one of {', '.join(APPLY_MODES)}, got {self.apply_mode!r}")
+        if self.rollback not in ROLLBACKS:
+            raise ConfigurationError(f"rollback must be one of {', '.join(ROLLBACKS)}, got {self.rollback!r}")
 
 
 @dataclass(frozen=True)
@@ -332,6 +335,7 @@ class DynamicWeightManager:
             plans=self._state.plans,
             arenas=self._state.arenas,
             apply_mode=self._config.apply_mode,
+            rollback=self._config.rollback,
             num_threads=self._config.num_copy_threads,
             old=self._state.live,
         )

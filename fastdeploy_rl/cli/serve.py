@@ -20,7 +20,7 @@ from fastdeploy_rl.cli.options import (
     print_fields,
     print_line,
 )
-from fastdeploy_rl.config import APPLY_MODES, AUTO
+from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS
 from fastdeploy_rl.observe.sizes import size_text
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ def add_parser(verbs: Verbs) -> None:
         choices=APPLY_MODES,
         default=AUTO,
         help="alias published memory, copy it, or alias what can be and copy the rest (auto, the default)",
+    )
+    parser.add_argument(
+        "--rollback",
+        choices=ROLLBACKS,
+        default=KEEP,
+        help="the way back from a copy into live parameters: keep the old bytes (default), fetch them from the channel "
+        "again, or have none (off)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="HTTP address (default 127.0.0.1)")
     parser.add_argument("--port", type=port, default=DEFAULT_HTTP_PORT, help=f"HTTP port (default {DEFAULT_HTTP_PORT})")
@@ -123,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
         channel=(options.ipc_dir or default_channel()).absolute(),
         load_strategy=options.load_strategy,
         apply_mode=options.apply_mode,
+        rollback=options.rollback,
         host=options.host,
         port=options.port,
         board_port=options.engine_worker_queue_port,
@@ -150,6 +158,7 @@ class StartSummary(msgspec.Struct, frozen=True):
     threads_per_rank: int
     load_strategy: str
     apply_mode: str
+    rollback: str
     channel: str
     url: str
     port: int
@@ -175,6 +184,7 @@ def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftover
         threads_per_rank=config.num_threads,
         load_strategy=config.load_strategy,
         apply_mode=config.apply_mode,
+        rollback=config.rollback,
         channel=str(config.channel),
         url=http_url(config.host, config.port),
         port=config.board_port,
@@ -193,7 +203,7 @@ def summary_lines(summary: StartSummary) -> dict[str, object]:
     return {
         "model": f"{summary.model} ({summary.model_size})",
         "ranks": f"{summary.ranks}, {summary.threads_per_rank} compute threads each",
-        "load_strategy": f"{summary.load_strategy}, apply mode {summary.apply_mode}",
+        "load_strategy": f"{summary.load_strategy}, apply mode {summary.apply_mode}, rollback {summary.rollback}",
         "channel": summary.channel,
         "http": summary.url,
         "engine_worker_queue_port": summary.port,

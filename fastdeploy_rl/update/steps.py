@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from fastdeploy_rl._native import Mapping, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4
-from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY, KEEP
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     ConfigurationError,
@@ -49,6 +49,7 @@ class RankUpdate:
     apply_mode: str
     num_threads: int
     old: LiveWeights | None
+    rollback: str = KEEP
     resolved: ResolvedPublication | None = None
     plan: Plan | None = None
     staged: StagedSource | None = None

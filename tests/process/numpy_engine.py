@@ -56,6 +56,7 @@ class NumpyEngine:
         num_ranks: int = 3,
         seed: int = 0,
         apply_mode: str = "auto",
+        rollback: str = "keep",
         load_strategy: str = "ipc",
         update_s: float = 5.0,
     ) -> None:
@@ -71,6 +72,7 @@ class NumpyEngine:
             "specs": msgspec.to_builtins(model.specs),
             "seed": seed,
             "apply_mode": apply_mode,
+            "rollback": rollback,
             "load_strategy": load_strategy,
             "update_s": update_s,
         }

@@ -34,6 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_strategy: str
     channel: str
     apply_mode: str
+    rollback: str
     max_num_seqs: int
     max_model_len: int
     collectives_segment: str

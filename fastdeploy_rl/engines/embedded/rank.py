@@ -72,7 +72,9 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
     source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
     board = Board.attach(config.board_port)
     stack.callback(board.close)
-    settings = ManagerConfig(config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads)
+    settings = ManagerConfig(
+        config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads, config.rollback
+    )
     manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
     stack.callback(manager.close)
     return manager

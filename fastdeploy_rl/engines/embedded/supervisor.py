@@ -74,6 +74,7 @@ class ServeConfig:
     channel: Path
     load_strategy: str = "ipc"
     apply_mode: str = "auto"
+    rollback: str = "keep"
     host: str = "127.0.0.1"
     port: int = 8180
     board_port: int = 8182
@@ -268,6 +269,7 @@ class _Engine:
             load_strategy=config.load_strategy,
             channel=str(config.channel),
             apply_mode=config.apply_mode,
+            rollback=config.rollback,
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             collectives_segment=segment,

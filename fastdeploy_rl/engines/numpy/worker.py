@@ -44,6 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     specs: tuple[ParameterSpec, ...]
     seed: int = 0
     apply_mode: str = "auto"
+    rollback: str = "keep"
     load_strategy: str = "ipc"
     update_s: float = 5.0
     num_copy_threads: int = 1
@@ -67,6 +68,7 @@ class Worker:
             config=ManagerConfig(
                 load_strategy=config.load_strategy,
                 apply_mode=config.apply_mode,
+                rollback=config.rollback,
                 num_copy_threads=config.num_copy_threads,
                 deadlines=Deadlines(update_s=config.update_s, attach_s=20.0),
             ),

@@ -32,9 +32,16 @@ MAX_RUNS: Final = 8192
 """Of one fused tensor. All runs of a manifest together count against MAX_TENSORS."""
 MAX_PIECES: Final = 65536
 """Runs times parts of one fused tensor: what planning for it may cost."""
+MAX_TENSOR_PARTS: Final = 400_000
+"""Of all tensors together."""
+MAX_COMMAS: Final = 6_000_000
+"""In the bytes: more than a manifest within the other bounds has, and few enough to be read in a moment."""
 ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
+_QUOTES_PER_ALIAS = 4
+# What would make one line of a message or a log two, or hide part of it from a terminal.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LOCATOR = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 _LAYOUT = re.compile(r"full|tp:([1-9][0-9]{0,3})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -42,7 +49,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
 
 
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease
     table; `generation`: the even generation of that arena while it holds this version. `publisher`: which of the
     processes that publish this version together; each has a lease table of its own. `is_borrowed`: the trainer's own
@@ -57,7 +64,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     is_borrowed: bool = False
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One contiguous piece of a tensor: indices [start, stop) along its shard axis, at `offset` of segment number
     `segment`. A tensor without a shard axis has one part, 0 to 0."""
 
@@ -67,7 +74,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Count
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Indices [start, stop) of the logical tensor `name`, along the axis of the fused tensor that holds them."""
 
     name: str
@@ -75,7 +82,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Count
 
 
-class Fused(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What a tensor that holds several logical ones consists of: `runs` tile its `axis` (of the shape as stored) in
     order. Interleaved groups (the query heads, key and value of one group, then the next) are just more runs."""
 
@@ -83,7 +90,7 @@ class Fused(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: tuple[Run, ...]
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One named tensor: global shape, C-contiguous parts that tile `shard_axis` in order, fletcher4 of the *whole*
     tensor's bytes in row-major order (however it is sharded). Shape and axes are those of the tensor as stored.
 
@@ -113,7 +120,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Made and checked by `build_manifest` and `decode` only. `aliases`: a further name -> the tensor's name."""
 
     format: Literal["fastdeploy_rl.manifest/1"]
@@ -168,21 +175,34 @@ def layout_ranks(layout: str) -> int:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The canonical bytes: equal manifests give equal bytes."""
+    """The canonical bytes: equal manifests give equal bytes. ManifestError where they are more than `decode` takes."""
+    data = _encoded(manifest)
+    _check_bytes(data)
+    return data
+
+
+def _encoded(manifest: Manifest) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(manifest, aliases=dict(sorted(manifest.aliases.items()))))
+
+
+def _check_bytes(data: bytes) -> None:
+    """Bounds that cost next to nothing to look at: what passes them is read within a second, whatever it is."""
+    if len(data) > MAX_BYTES:
+        raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
+    if data.count(b",") > MAX_COMMAS:
+        raise ManifestError(f"manifest of {len(data)} bytes has more than {MAX_COMMAS} commas: no manifest needs them")
 
 
 def decode(data: bytes) -> Manifest:
     """Reads canonical bytes. Strict and bounded: whatever is
     wrong with them raises ManifestError, naming the tensor."""
-    if len(data) > MAX_BYTES:
-        raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
+    _check_bytes(data)
     manifest = _parse(data)
     _check(manifest)
+    if _encoded(manifest) != data:
+        raise ManifestError(f"manifest {manifest.version} is not in canonical form (order, spaces or repeated keys)")
     if (manifest.layout_digest, manifest.content_digest) != _digests(manifest):
         raise ManifestError(f"manifest {manifest.version}: its digests do not match what it describes")
-    if encode(manifest) != data:
-        raise ManifestError(f"manifest {manifest.version} is not in canonical form (order, spaces or repeated keys)")
     return manifest
 
 
@@ -196,15 +216,19 @@ def content_digest_of(layout_digest: str, checksums: Mapping[str, Fletcher4]) ->
 
     Receipts compute theirs with it, from sums of what was read; names in any order.
     """
-    return _digest_of([layout_digest, [[name, checksums[name].hex()] for name in sorted(checksums)]])
+    return _content_digest(layout_digest, {name: value.hex() for name, value in checksums.items()})
+
+
+def _content_digest(layout_digest: str, checksums: Mapping[str, str]) -> str:
+    return _digest_of([layout_digest, sorted(checksums.items())])
 
 
 def _digests(manifest: Manifest) -> tuple[str, str]:
     tensors = sorted(manifest.tensors, key=lambda tensor: tensor.name)
     described = [_layout_of(tensor) for tensor in tensors]
     layout_digest = _digest_of([manifest.layout, described, sorted(manifest.aliases.items())])
-    checksums = {tensor.name: Fletcher4.parse(tensor.checksum) for tensor in tensors}
-    return layout_digest, content_digest_of(layout_digest, checksums)
+    # Checksums have one text each, which was looked at: it is what a parsed one would give again.
+    return layout_digest, _content_digest(layout_digest, {tensor.name: tensor.checksum for tensor in tensors})
 
 
 def _layout_of(tensor: Tensor) -> list[object]:
@@ -220,14 +244,47 @@ def _digest_of(described: object) -> str:
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 
 
-_DECODER = msgspec.json.Decoder(Manifest)
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A manifest as it is read. A table of millions of aliases would take seconds and gigabytes before anybody could
+    count them, so that their text is looked at first."""
+
+    format: Literal["fastdeploy_rl.manifest/1"]
+    version: str
+    layout: str
+    segments: tuple[Segment, ...]
+    tensors: tuple[Tensor, ...]
+    aliases: msgspec.Raw
+    layout_digest: str
+    content_digest: str
+
+
+_DECODER = msgspec.json.Decoder(_Document)
+_ALIASES = msgspec.json.Decoder(dict[str, str])
 
 
 def _parse(data: bytes) -> Manifest:
     try:
-        return _DECODER.decode(data)
+        document = _DECODER.decode(data)
+        aliases = _ALIASES.decode(_bounded_aliases(document.aliases))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"manifest cannot be read: {error!s:.500}") from error
+    return Manifest(
+        format=document.format,
+        version=document.version,
+        layout=document.layout,
+        segments=document.segments,
+        tensors=document.tensors,
+        aliases=aliases,
+        layout_digest=document.layout_digest,
+        content_digest=document.content_digest,
+    )
+
+
+def _bounded_aliases(raw: msgspec.Raw) -> bytes:
+    text = bytes(raw)
+    if text.count(b'"') - text.count(b'\\"') > _QUOTES_PER_ALIAS * MAX_TENSORS:
+        raise ManifestError(f"manifest: more aliases than {MAX_TENSORS}")
+    return text
 
 
 def _check(manifest: Manifest) -> None:
@@ -253,6 +310,9 @@ def _check_header(manifest: Manifest) -> None:
             f"manifest: {len(manifest.tensors)} tensors, {len(manifest.aliases)} aliases and {num_runs} runs are more "
             f"than {MAX_TENSORS}"
         )
+    num_parts = sum(len(tensor.parts) for tensor in manifest.tensors)
+    if num_parts > MAX_TENSOR_PARTS:
+        raise ManifestError(f"manifest: {num_parts} parts of tensors are more than {MAX_TENSOR_PARTS}")
     if len(manifest.segments) > MAX_SEGMENTS:
         raise ManifestError(f"manifest: {len(manifest.segments)} segments are more than {MAX_SEGMENTS}")
 
@@ -305,11 +365,13 @@ def _check_tensor(tensor: Tensor, segments: Sequence[Segment]) -> None:
 
 def _check_name(name: str) -> None:
     try:
-        num_bytes = len(name.encode())
+        num_bytes = len(name) if name.isascii() else len(name.encode())
     except UnicodeEncodeError as error:
         raise ManifestError(f"tensor name {name!r:.600} is not UTF-8") from error
     if not 1 <= num_bytes <= MAX_NAME_BYTES:
         raise ManifestError(f"tensor name {name!r:.80} has {num_bytes} bytes; 1 to {MAX_NAME_BYTES} are allowed")
+    if _CONTROL.search(name):
+        raise ManifestError(f"tensor name {name!r:.600} has control characters, or breaks the line")
 
 
 def _check_shape(tensor: Tensor) -> None:
@@ -318,17 +380,20 @@ def _check_shape(tensor: Tensor) -> None:
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise ManifestError(f"{tensor.name}: {len(tensor.shape)} dimensions are more than {MAX_DIMENSIONS}")
     _check_counts(tensor.name, *tensor.shape)
-    if prod(max(size, 1) for size in tensor.shape) * itemsize(tensor.dtype) >= _LIMIT:
+    # An axis without indices makes the others no smaller: who walks them walks just as far.
+    sizes = [size or 1 for size in tensor.shape] if 0 in tensor.shape else tensor.shape
+    if prod(sizes, start=itemsize(tensor.dtype)) >= _LIMIT:
         raise ManifestError(f"{tensor.name}: shape {list(tensor.shape)} is larger than any memory")
 
 
 def _check_tiling(tensor: Tensor) -> None:
+    if tensor.shard_axis is None and len(tensor.parts) == 1 and tensor.parts[0].start == tensor.parts[0].stop == 0:
+        return
     axis, spans = tensor.shard_axis, [(part.start, part.stop) for part in tensor.parts]
     if axis is not None and not 0 <= axis < len(tensor.shape):
         raise ManifestError(f"{tensor.name}: shard axis {axis} is no axis of shape {list(tensor.shape)}")
-    if axis is None:
-        tiles = spans == [(0, 0)]
-    else:
+    tiles = False
+    if axis is not None:
         starts, stops = [0] + [stop for _, stop in spans], [start for start, _ in spans] + [tensor.shape[axis]]
         tiles = bool(spans) and starts == stops and all(start <= stop for start, stop in spans)
     if not tiles:

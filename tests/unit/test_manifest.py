@@ -68,7 +68,8 @@ def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    names = draw(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), max_size=6, unique=True))
+    letters = st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"])
+    names = draw(st.lists(st.text(letters, min_size=1, max_size=12), max_size=6, unique=True))
     tensors, offset = [], 0
     for name in names:
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
@@ -399,6 +400,8 @@ def test_empty_tensors_may_lie_anywhere_in_their_segment() -> None:
         ("MAX_BYTES", 100, "is larger than 100"),
         ("MAX_TENSORS", 3, "are more than 3"),
         ("MAX_SEGMENTS", 0, "1 segments are more than 0"),
+        ("MAX_TENSOR_PARTS", 4, "5 parts of tensors are more than 4"),
+        ("MAX_COMMAS", 10, "more than 10 commas"),
     ],
 )
 def test_sizes_are_bounded(name: str, limit: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +409,20 @@ def test_sizes_are_bounded(name: str, limit: int, message: str, monkeypatch: pyt
     monkeypatch.setattr(manifest_module, name, limit)
     with pytest.raises(ManifestError, match=message):
         decode(data)
+
+
+def test_what_no_reader_would_take_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = example()
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", 100)
+    with pytest.raises(ManifestError, match="is larger than 100"):
+        encode(manifest)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[2J", "a\x7f", "a\x85b", "a\u2028b"])
+def test_a_name_that_would_garble_a_line_is_refused(name: str) -> None:
+    for manifest in (lambda: manifest_of(whole(name)), lambda: manifest_of(whole(), aliases={name: "w"})):
+        with pytest.raises(ManifestError, match="control characters"):
+            manifest()
 
 
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -5,8 +5,10 @@ life and the note inside (pid and start time, which serve messages only: pids me
 nothing across containers). Invariant: a path is owned by one open lock at most.
 """
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,8 @@ _SWEEP_S = 0.2
 _SWEEP_POLL_S = 0.001
 """Whoever takes away what the dead left may meet a file between its making and its locking, and holds it so long."""
 _NOTE_BYTES = 64
+_LATEST_S = 2.0**36
+"""A time that a calendar still has a year for."""
 
 
 class Owner(NamedTuple):
@@ -92,10 +96,10 @@ class OwnerLock:
 
 
 def is_alive(path: str | Path) -> bool:
-    """True while someone holds the lock on `path`."""
+    """True while someone holds the lock on `path`. What is no regular file is nobody's lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = _open_regular(path, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError, SegmentError, ValueError):
         return False
     try:
         return not _try_flock(fd, fcntl.LOCK_SH)
@@ -106,17 +110,23 @@ def is_alive(path: str | Path) -> bool:
 def owner_of(path: str | Path) -> Owner | None:
     """The note of the last owner of `path`, dead or alive; None when there is none that can be read."""
     try:
-        with open(path, "rb") as file:
-            pid, since = file.read(_NOTE_BYTES).split()
-        return Owner(int(pid), float(since))
+        fd = _open_regular(path, os.O_RDONLY)
+    except (OSError, SegmentError, ValueError):
+        return None
+    try:
+        pid, since = os.read(fd, _NOTE_BYTES).split()
+        owner = Owner(int(pid), float(since))
     except (OSError, ValueError):
         return None
+    finally:
+        os.close(fd)
+    return owner if owner.pid >= 0 and 0 <= owner.since_s < _LATEST_S else None
 
 
 def _lock_file(path: Path) -> int:
     """A descriptor that holds the exclusive lock of the file that `path` names now, or -1 when someone alive has it."""
     for _ in range(_MAX_ATTEMPTS):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
         if _try_flock(fd, fcntl.LOCK_EX):
             if _is_at(path, fd):
                 return fd
@@ -127,6 +137,20 @@ def _lock_file(path: Path) -> int:
         os.close(fd)
         os.sched_yield()
     raise SegmentError(f"{path} changed hands {_MAX_ATTEMPTS} times while it was being locked")
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    """SegmentError for what somebody put in a lock file's place: opening a pipe there would keep us for good."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise SegmentError(f"{path} is no lock file: {error.strerror}; remove it") from error
+        raise
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise SegmentError(f"{path} is no lock file, but of another kind; remove it")
 
 
 def _try_flock(fd: int, kind: int) -> bool:

@@ -7,12 +7,13 @@ a `StoredTensor` that was handed out lies inside the file, and tensors do not ov
 
 import math
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,7 +24,11 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
+MAX_TENSORS = 200_000
+MAX_COMMAS = 6_000_000
 MAX_DIMENSIONS = 8
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,19 @@ class FileMap:
     def open(cls, path: Path) -> "FileMap":
         """Maps the file and reads its header. CheckpointError names the file and the tensor that is wrong."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{path!s:.500}: {reason}") from error
         try:
-            num_bytes = os.fstat(descriptor).st_size
-            if num_bytes < 8:
-                raise CheckpointError(f"{path}: truncated: {num_bytes} bytes, a safetensors file has at least 8")
-            mapping = _native.Mapping.map_fd(descriptor, num_bytes, writable=False)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: no regular file")
+            tensors = _read_header(path, descriptor, status.st_size)
+            return cls(path, _native.Mapping.map_fd(descriptor, status.st_size, writable=False), tensors)
         finally:
             os.close(descriptor)
-        return cls(path, mapping, _read_header(path, memoryview(mapping)))
 
     def view(self, name: str) -> TensorView:
         """The stored bytes of one tensor; KeyError for a name that is not in `tensors`."""
@@ -80,27 +87,37 @@ class FileMap:
         self.close()
 
 
-def _read_header(path: Path, data: memoryview) -> dict[str, StoredTensor]:
-    header_bytes = int.from_bytes(data[:8], "little")
+def _read_header(path: Path, descriptor: int, file_bytes: int) -> dict[str, StoredTensor]:
+    """Read, not mapped: a file that somebody cuts meanwhile is then an error and not the end of this process."""
+    if file_bytes < 8:
+        raise CheckpointError(f"{path}: truncated: {file_bytes} bytes, a safetensors file has at least 8")
+    header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     start = 8 + header_bytes
-    if header_bytes > MAX_HEADER_BYTES or start > len(data):
+    if header_bytes > MAX_HEADER_BYTES or start > file_bytes:
         raise CheckpointError(
-            f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {len(data)}"
+            f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {file_bytes}"
         )
-    try:
-        header = msgspec.json.decode(bytes(data[8:start]), type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header is not a JSON object: {error}") from error
-    header.pop("__metadata__", None)
-    tensors = {name: _read_entry(path, name, entry, start, len(data)) for name, entry in header.items()}
+    header = _decoded(path, os.pread(descriptor, header_bytes, 8))
+    tensors = {name: _read_entry(path, name, entry, start, file_bytes) for name, entry in header.items()}
     _refuse_overlap(path, tensors.values())
     return tensors
 
 
+def _decoded(path: Path, text: bytes) -> dict[str, Any]:
+    if text.count(b"{") > MAX_TENSORS + 2 or text.count(b",") > MAX_COMMAS:
+        raise CheckpointError(f"{path}: header of {len(text)} bytes has more than {MAX_TENSORS} tensors")
+    try:
+        header = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: header is not a JSON object: {error!s:.500}") from error
+    header.pop("__metadata__", None)
+    return header
+
+
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
 
 
 def _read_entry(path: Path, name: str, raw: object, start: int, file_bytes: int) -> StoredTensor:
@@ -108,20 +125,15 @@ def _read_entry(path: Path, name: str, raw: object, start: int, file_bytes: int)
         entry = msgspec.convert(raw, _Entry)
         expected = math.prod(entry.shape) * itemsize(entry.dtype)
     except (msgspec.ValidationError, ConfigurationError) as error:
-        raise CheckpointError(f"{path}: tensor {name}: broken header entry: {error}") from error
+        raise CheckpointError(f"{path}: tensor {name:.600}: broken header entry: {error!s:.500}") from error
     begin, end = entry.data_offsets
-    if (
-        len(entry.shape) > MAX_DIMENSIONS
-        or any(size < 0 for size in entry.shape)
-        or begin < 0
-        or end - begin != expected
-    ):
+    if end - begin != expected:
         raise CheckpointError(
-            f"{path}: tensor {name}: shape {list(entry.shape)} {entry.dtype} does not fit bytes {begin}..{end}"
+            f"{path}: tensor {name:.600}: shape {list(entry.shape)} {entry.dtype} does not fit bytes {begin}..{end}"
         )
     if start + end > file_bytes:
         raise CheckpointError(
-            f"{path}: truncated: tensor {name} ends at byte {start + end}, the file has {file_bytes}; "
+            f"{path}: truncated: tensor {name:.600} ends at byte {start + end}, the file has {file_bytes}; "
             f"get the checkpoint again"
         )
     return StoredTensor(name, entry.dtype, entry.shape, start + begin, expected)

@@ -192,9 +192,9 @@ def test_file_that_is_no_safetensors_is_named(directory: Path, data: bytes, mess
         (lambda header: header[LAYER].update(dtype="I32"), f"{LAYER}: expected dtype F32 or BF16 or F16, got I32"),
         (lambda header: header[LAYER].update(dtype="F64"), f"{LAYER}: shape .* does not fit"),
         (lambda header: header[LAYER].update(dtype="F31"), f"{LAYER}: broken header entry: unknown dtype"),
-        (lambda header: header[LAYER].update(shape=[-48, -48]), f"{LAYER}: shape .* does not fit"),
+        (lambda header: header[LAYER].update(shape=[-48, -48]), f"{LAYER}: broken header entry"),
         (lambda header: header[LAYER].update(data_offsets=[0, 48 * 48 * 4]), "overlap"),
-        (lambda header: header[LAYER].update(data_offsets=[-4, 48 * 48 * 4 - 4]), f"{LAYER}: shape .* does not fit"),
+        (lambda header: header[LAYER].update(data_offsets=[-4, 48 * 48 * 4 - 4]), f"{LAYER}: broken header entry"),
         (lambda header: header[LAYER].update(more=1), f"{LAYER}: broken header entry"),
     ],
 )

@@ -35,6 +35,9 @@ BOARD_GRACE_S = FINISH_GRACE_S + 5.0
 HTTP_GRACE_S = BOARD_GRACE_S + 5.0
 """And a client over HTTP, whose answer still has to travel."""
 
+API_KEY_VARIABLES = ("FASTDEPLOY_RL_API_KEY", "FD_API_KEY")
+MAX_API_KEY_BYTES = 4096
+
 MAX_DEADLINE_S = 86_400.0
 """A day: whoever means longer means no deadline."""
 
@@ -50,8 +53,9 @@ def checked_deadline(seconds: float, what: str = "deadline_s") -> float:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of wait may take, in seconds; turned
-    into absolute CLOCK_MONOTONIC times where a wait begins."""
+    """How long each kind of wait may take, in seconds; turned into absolute CLOCK_MONOTONIC times where a wait begins.
+    Every wait of the package has one of these, or one that its caller names; where nothing is configured, the class's
+    own values hold. Periods (how often one looks up) are no deadlines and stand where they are used."""
 
     attach_s: float = 600.0
     """From the start of a rank until all of them have loaded the model and met."""
@@ -69,6 +73,40 @@ class Deadlines:
     """One meeting of the ranks for a step of the model; a long prefill is no death."""
     read_s: float = 2.0
     """Until a record that another process writes reads consistently; a writer stalled longer is taken for silent."""
+    outcome_s: float = BOARD_GRACE_S
+    """How much longer than its command's deadline a client of the board waits for the outcome: `finish_s`, and more."""
+    http_s: float = HTTP_GRACE_S
+    """And a client over HTTP, whose answer still has to travel."""
+    connect_s: float = 5.0
+    """Until a TCP connection to an engine is there."""
+    status_s: float = 10.0
+    """A question over HTTP that the engine answers without asking its ranks."""
+    answer_s: float = 600.0
+    """A generated text, to its last token, for which nobody named a deadline."""
+    body_s: float = 60.0
+    """Until the whole body of an HTTP request is there."""
+    legacy_s: float = 300.0
+    """A command over FastDeploy's two routes: FastDeploy's own time-out."""
+    let_go_s: float = 5.0
+    """Until a thread that was told to give up has done so."""
+    send_s: float = 10.0
+    """Until the other end of a pair of sockets has room for a message."""
+    last_words_s: float = 1.0
+    """A dead worker's message may still lie in its socket."""
+    terminate_s: float = 2.0
+    """From SIGTERM to SIGKILL, and from there to giving up."""
+    http_drain_s: float = 2.0
+    """An ending HTTP server still finishes what it is sending."""
+    resolve_s: float = 5.0
+    """Until a publication that is just being replaced can be read."""
+    publish_s: float = 30.0
+    """A publication, or the release of one, for which nobody named a deadline."""
+    decide_s: float = 5.0
+    """After a publication's deadline: until whoever is deciding about it has written the decision down."""
+    lock_s: float = 0.2
+    """Until a lock that is only looked at by somebody who clears up is free again."""
+    history_lock_s: float = 1.0
+    """Until the history file's lock is free: it is held for one line, so whoever holds it longer stands still."""
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():
@@ -115,6 +153,24 @@ def cuda_visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The keys of `$FASTDEPLOY_RL_API_KEY`, else of `$FD_API_KEY` (FastDeploy's), separated by commas; none where
+    neither is set. An engine takes any of them, a client sends the first. ConfigurationError for what can be none."""
+    for variable in API_KEY_VARIABLES:
+        texts = environ.get(variable, "").split(",")
+        if keys := tuple(checked_api_key(text.strip(), variable) for text in texts if text.strip()):
+            return keys
+    return ()
+
+
+def checked_api_key(key: str, what: str) -> str:
+    """`key` if every HTTP client can send it: visible ASCII, MAX_API_KEY_BYTES at most. ConfigurationError that names
+    `what` and tells nothing of the key."""
+    if not 0 < len(key) <= MAX_API_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigurationError(f"{what} must be 1 to {MAX_API_KEY_BYTES} visible ASCII characters, without blanks")
+    return key
+
+
 def child_environ(changes: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a process that we start: ours, with `changes`."""
-    return dict(environ) | dict(changes)
+    """The environment of a process that we start: ours, with `changes`, and without keys, which it has no use for."""
+    return {name: value for name, value in environ.items() if name not in API_KEY_VARIABLES} | dict(changes)

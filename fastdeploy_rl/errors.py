@@ -3,6 +3,7 @@
     FastDeployRLError
      |- CallerError                 the code or command line that called us
      |   |- ConfigurationError      a flag, path, port or model that cannot work
+     |   |- AuthenticationError     an API key that is missing or unknown
      |   |- VersionFormatError      text that is no weight version
      |   |- LifecycleError          an event that is illegal in this state
      |   `- RequestError            a generation request that cannot be served as written
@@ -35,6 +36,8 @@
 A message says what, which rank / version / step, the state now, and what to do next. Each class has a wire name (its
 own name), so that an error raised in one process arrives in another as the same class."""
 
+import time
+from collections.abc import Collection
 from typing import ClassVar
 
 
@@ -53,6 +56,10 @@ class CallerError(FastDeployRLError):
 
 class ConfigurationError(CallerError):
     pass
+
+
+class AuthenticationError(CallerError):
+    http_status = 401
 
 
 class VersionFormatError(CallerError):
@@ -140,6 +147,17 @@ class WorldError(FastDeployRLError):
 
 class DeadlineExceededError(WorldError):
     http_status = 504
+
+    @classmethod
+    def waiting_for(
+        cls, what: str, *, since_s: float, missing: Collection[int] = (), hint: str = ""
+    ) -> "DeadlineExceededError":
+        """`what` (a noun without article) did not come in time. `since_s` is time.monotonic() when the wait began,
+        `missing` are the ranks that it needed and that were not there, `hint` is what more is known, or what to do."""
+        waited_s = time.monotonic() - since_s
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+        absent = f"; ranks {sorted(missing)} missing" if missing else ""
+        return cls(f"no {what} after {waited_s:.1f} s (since {since}){absent}" + (f"; {hint}" if hint else ""))
 
 
 class PeerLostError(WorldError):

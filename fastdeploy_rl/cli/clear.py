@@ -2,7 +2,7 @@
 
 import argparse
 
-from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb
+from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb, client_key
 from fastdeploy_rl.cli.reports import print_report
 
 _EXAMPLES = """\
@@ -21,7 +21,7 @@ def add_parser(verbs: Verbs) -> None:
 def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.control.controller import EngineController
 
-    with EngineController(options.engine) as engine:
+    with EngineController(options.engine, api_key=client_key(options)) as engine:
         report = engine.clear(deadline_s=options.deadline)
     print_report(report, as_json=options.json)
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, megabytes, positive, print_json
+from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, client_key, megabytes, positive, print_json
 
 if TYPE_CHECKING:
     from fastdeploy_rl.report import HistoryEntry
@@ -50,7 +50,7 @@ def _read(options: argparse.Namespace) -> "list[HistoryEntry]":
         return read_history(options.file, options.limit)
     from fastdeploy_rl.control.controller import EngineController
 
-    with EngineController(options.engine) as engine:
+    with EngineController(options.engine, api_key=client_key(options)) as engine:
         return engine.history(options.limit)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_rl.config import checked_deadline
+from fastdeploy_rl.config import checked_api_key, checked_deadline
 from fastdeploy_rl.errors import ConfigurationError
 
 DEFAULT_ENGINE = "8182"
 DEFAULT_HTTP_PORT = 8180
+MAX_KEY_FILE_BYTES = 1 << 16
 
 Verbs = Any
 """What `argparse.ArgumentParser.add_subparsers` returns; its class is private."""
@@ -38,6 +39,21 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="PORT|URL",
         help=f"the engine's worker queue port on this machine, or its HTTP URL (default {DEFAULT_ENGINE})",
     )
+    parser.add_argument(
+        "--api-key",
+        type=api_key,
+        metavar="KEY",
+        help="of an engine that wants one over HTTP; shows in process lists, so rather set FASTDEPLOY_RL_API_KEY",
+    )
+    parser.add_argument(
+        "--api-key-file", type=api_keys_in, metavar="FILE", help="the same from a file: its first line is sent"
+    )
+
+
+def client_key(options: argparse.Namespace) -> str | None:
+    """What was given; None leaves it to the environment."""
+    key: str | None = options.api_key or next(iter(options.api_key_file or ()), None)
+    return key
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +87,29 @@ def engine_address(text: str) -> int | str:
     if text.startswith(("http://", "https://")):
         return text
     raise argparse.ArgumentTypeError(f"expected a port or an http:// URL, got {text!r}")
+
+
+def api_key(text: str) -> str:
+    """Never part of the complaint."""
+    try:
+        return checked_api_key(text, "a key")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def api_keys_in(text: str) -> tuple[str, ...]:
+    """The keys of a file, one a line; empty lines are left out."""
+    try:
+        with Path(text).open("rb") as file:
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is larger than {MAX_KEY_FILE_BYTES} bytes: is it a file of keys?")
+    keys = tuple(api_key(line.strip()) for line in data.decode(errors="replace").splitlines() if line.strip())
+    if not keys:
+        raise argparse.ArgumentTypeError(f"{text!r} has no key in it")
+    return keys
 
 
 def port(text: str) -> int:

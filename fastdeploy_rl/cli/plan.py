@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdeploy_rl.cli.options import Verbs, add_json, add_verb, megabytes, positive, print_fields, print_json
+from fastdeploy_rl.config import Deadlines
 
 if TYPE_CHECKING:
     from fastdeploy_rl.coverage import ParameterSpec
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 
 MAX_RANKS = 1024
-_LATEST_S = 5.0
 _EXAMPLES = """\
   fastdeploy-rl plan /dev/shm/fastdeploy_rl-1000 --tensor-parallel-size 2      # the latest version of a channel
   fastdeploy-rl plan manifest-3.1200-0123456789abcdef.json --tensor-parallel-size 4 --model ~/models/smollm2
@@ -80,7 +80,7 @@ def _read_manifest(path: Path) -> "Manifest":
         return _read_file(path)
     if (path / "config.json").exists():
         raise ConfigurationError(f"{path} is a model: name a manifest file or a channel; --model takes the model")
-    return Channel(path).read_publication(time.monotonic_ns() + int(_LATEST_S * 1e9))[1]
+    return Channel(path).read_publication(time.monotonic_ns() + int(Deadlines.resolve_s * 1e9))[1]
 
 
 def _read_file(path: Path) -> "Manifest":

@@ -2,7 +2,16 @@
 
 import argparse
 
-from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb, print_fields, print_json
+from fastdeploy_rl.cli.options import (
+    Verbs,
+    add_deadline,
+    add_engine,
+    add_json,
+    add_verb,
+    client_key,
+    print_fields,
+    print_json,
+)
 
 _EXAMPLES = """\
   fastdeploy-rl receipt                  # of the last commit
@@ -25,7 +34,7 @@ def add_parser(verbs: Verbs) -> None:
 def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.control.controller import EngineController
 
-    with EngineController(options.engine) as engine:
+    with EngineController(options.engine, api_key=client_key(options)) as engine:
         receipt = engine.receipt(recompute=options.recompute, deadline_s=options.deadline)
     if options.json:
         print_json(receipt)

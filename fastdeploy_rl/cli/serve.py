@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from fastdeploy_rl.cli.options import (
     add_channel,
     add_json,
     add_verb,
+    api_key,
+    api_keys_in,
     port,
     positive,
     print_fields,
@@ -72,7 +75,11 @@ def add_parser(verbs: Verbs) -> None:
         help="the way back from a copy into live parameters: keep the old bytes (default), fetch them from the channel "
         "again, or have none (off)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="HTTP address (default 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="HTTP address (default 127.0.0.1: this machine alone); give a key with any other",
+    )
     parser.add_argument("--port", type=port, default=DEFAULT_HTTP_PORT, help=f"HTTP port (default {DEFAULT_HTTP_PORT})")
     parser.add_argument(
         "--engine-worker-queue-port",
@@ -112,12 +119,21 @@ def add_parser(verbs: Verbs) -> None:
         metavar="DIR",
         help="for serverlog and workerlog.RANK (default ./log)",
     )
+    parser.add_argument(
+        "--api-key",
+        type=api_key,
+        action="append",
+        metavar="KEY",
+        help="answer only to who sends it (Authorization: Bearer KEY), except /health and /metrics; may be repeated; "
+        "shows in process lists, so rather set FASTDEPLOY_RL_API_KEY (or FastDeploy's FD_API_KEY) to KEY,KEY",
+    )
+    parser.add_argument("--api-key-file", type=api_keys_in, metavar="FILE", help="the same from a file, one key a line")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from fastdeploy_rl.config import default_channel
+    from fastdeploy_rl.config import api_keys, default_channel
     from fastdeploy_rl.sources.registry import check_load_strategy
 
     check_load_strategy(options.load_strategy)
@@ -139,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
         max_waiting=options.max_waiting,
         uses_generation_config=options.generation_config == "auto",
         log_dir=options.log_dir,
+        api_keys=(*(options.api_key or ()), *(options.api_key_file or ())) or api_keys(),
     )
     # Until the log file is there, nothing that is logged belongs on the operator's terminal.
     logging.getLogger("fastdeploy_rl").addHandler(logging.NullHandler())
@@ -148,9 +165,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+_ACCESS_TEXTS = {"loopback": "for this machine alone", "key": "with an API key", "open": "open to all who reach it"}
+_OPEN_WARNING = (
+    "--host {host} without an API key: whoever reaches port {port} may generate, update and clear; set "
+    "FASTDEPLOY_RL_API_KEY or --api-key-file, or leave --host at 127.0.0.1"
+)
+
+
 class StartSummary(msgspec.Struct, frozen=True):
     """What is being started, in the order in which it is shown. Sizes in bytes, those of weights and KV cache for one
-    rank; `reclaimed` says what a dead engine had left at this port."""
+    rank; `reclaimed` says what a dead engine had left at this port; `http_access` who may use the routes: "loopback",
+    "key" or "open"."""
 
     model: str
     model_size: str
@@ -161,6 +186,7 @@ class StartSummary(msgspec.Struct, frozen=True):
     rollback: str
     channel: str
     url: str
+    http_access: str
     port: int
     max_num_seqs: int
     max_model_len: int
@@ -187,6 +213,7 @@ def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftover
         rollback=config.rollback,
         channel=str(config.channel),
         url=http_url(config.host, config.port),
+        http_access=config.http_access.value,
         port=config.board_port,
         max_num_seqs=config.max_num_seqs,
         max_model_len=model.max_model_len,
@@ -205,7 +232,7 @@ def summary_lines(summary: StartSummary) -> dict[str, object]:
         "ranks": f"{summary.ranks}, {summary.threads_per_rank} compute threads each",
         "load_strategy": f"{summary.load_strategy}, apply mode {summary.apply_mode}, rollback {summary.rollback}",
         "channel": summary.channel,
-        "http": summary.url,
+        "http": f"{summary.url}, {_ACCESS_TEXTS[summary.http_access]}",
         "engine_worker_queue_port": summary.port,
         "requests": f"{summary.max_num_seqs} at once, {summary.max_model_len} tokens each",
         "memory_a_rank": f"{size_text(summary.weight_bytes)} of weights, up to {size_text(summary.kv_cache_bytes)} of "
@@ -219,6 +246,16 @@ def summary_lines(summary: StartSummary) -> dict[str, object]:
 def log_line(summary: StartSummary) -> str:
     """The same as one line of `key=value`."""
     return "event=starting " + " ".join(f"{key}={value!r}" for key, value in msgspec.structs.asdict(summary).items())
+
+
+def _begin_log(config: "ServeConfig", summary: StartSummary) -> None:
+    """An engine that anybody may command is said to be one in the log and on the terminal."""
+    _log_to_file(config.log_dir)
+    _log.info("%s", log_line(summary))
+    if summary.http_access == "open":
+        warning = _OPEN_WARNING.format(host=config.host, port=config.port)
+        _log.warning("event=open_http %s", warning)
+        print(f"fastdeploy-rl: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _log_to_file(log_dir: Path) -> None:
@@ -240,8 +277,7 @@ class _TextAnnouncer:
 
     def starting(self, config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> None:
         summary = summarize(config, model, reclaimed)
-        _log_to_file(config.log_dir)
-        _log.info("%s", log_line(summary))
+        _begin_log(config, summary)
         print("fastdeploy-rl serve")
         print_fields(**summary_lines(summary))
         print("starting", flush=True)
@@ -256,8 +292,7 @@ class _JsonAnnouncer:
 
     def starting(self, config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftovers | None") -> None:
         summary = summarize(config, model, reclaimed)
-        _log_to_file(config.log_dir)
-        _log.info("%s", log_line(summary))
+        _begin_log(config, summary)
         print_line({"event": "starting", **msgspec.structs.asdict(summary)})
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:

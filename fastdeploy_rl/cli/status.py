@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, print_fields, print_json
+from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, client_key, print_fields, print_json
 
 if TYPE_CHECKING:
     from fastdeploy_rl.report import EngineStatus, RankStatus
@@ -23,7 +23,7 @@ def add_parser(verbs: Verbs) -> None:
 def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.control.controller import EngineController
 
-    with EngineController(options.engine) as engine:
+    with EngineController(options.engine, api_key=client_key(options)) as engine:
         status = engine.status()
     if options.json:
         print_json(status)

@@ -4,12 +4,12 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_rl.cli.options import add_deadline, add_engine, add_json, positive
+from fastdeploy_rl.cli.options import add_deadline, add_engine, add_json, client_key, positive
+from fastdeploy_rl.config import Deadlines
 
 if TYPE_CHECKING:
     from fastdeploy_rl.control.text_client import TextClient
 
-ANSWER_S = 600.0
 _SENT = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
 
@@ -23,7 +23,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", type=sendable, action="append", metavar="TEXT", help="end before this text; up to four times"
     )
-    add_deadline(parser, ANSWER_S)
+    add_deadline(parser, Deadlines.answer_s)
     add_json(parser)
 
 
@@ -37,7 +37,7 @@ def open_client(options: argparse.Namespace) -> "TextClient":
     from fastdeploy_rl.control.http_address import find_http_address
     from fastdeploy_rl.control.text_client import TextClient
 
-    return TextClient(find_http_address(options.engine), deadline_s=options.deadline)
+    return TextClient(find_http_address(options.engine), deadline_s=options.deadline, api_key=client_key(options))
 
 
 def number(text: str) -> float:

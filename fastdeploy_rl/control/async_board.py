@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
@@ -18,8 +19,6 @@ from fastdeploy_rl.version import WeightVersion
 
 MAX_CALLS = 64
 """More at once wait for a thread; the board has slots for 16 anyway."""
-_LET_GO_S = 5.0
-"""A thread that is told to give up does so at once; this only ends a wait that would have no end otherwise."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -65,7 +64,7 @@ class AsyncBoardEngine:
         for client in asking:
             client.abandon()
         if asking:
-            await asyncio.wait(asking.values(), timeout=_LET_GO_S)
+            await asyncio.wait(asking.values(), timeout=Deadlines.let_go_s)
         self._threads.shutdown(wait=False)
 
     async def _call(self, ask: Callable[[BoardClient], _ResultT]) -> _ResultT:
@@ -74,11 +73,12 @@ class AsyncBoardEngine:
         answer.add_done_callback(_look_at)
         self._asking[client] = answer
         try:
-            # Not awaited itself: cancelling it would not stop its thread, and nobody could wait for that any more.
+            # Not awaited itself: cancelling it would not stop its thread, and nobody could wait for that any more. The
+            # client in the thread keeps to the call's deadline.
             await asyncio.wait([answer])
         except asyncio.CancelledError:
             client.abandon()
-            await asyncio.wait([answer], timeout=_LET_GO_S)
+            await asyncio.wait([answer], timeout=Deadlines.let_go_s)
             raise
         finally:
             del self._asking[client]

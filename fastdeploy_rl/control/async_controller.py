@@ -47,13 +47,14 @@ class AsyncEngineController:
     engine had not begun is withdrawn (over the board; over HTTP it may still be carried out); one that it had goes on:
     `status` and `history` tell how it ended."""
 
-    def __init__(self, address: int | str) -> None:
+    def __init__(self, address: int | str, *, api_key: str | None = None) -> None:
         self.address = address
+        self._api_key = api_key
         self._stack = AsyncExitStack()
         self._open_way: AsyncEngineWay | None = None
 
     async def __aenter__(self) -> "AsyncEngineController":
-        self._open_way = await self._stack.enter_async_context(_way_to(self.address))
+        self._open_way = await self._stack.enter_async_context(_way_to(self.address, self._api_key))
         return self
 
     async def __aexit__(
@@ -86,8 +87,8 @@ class AsyncEngineController:
         return self._open_way
 
 
-def _way_to(address: int | str) -> AsyncEngineWay:
+def _way_to(address: int | str, api_key: str | None) -> AsyncEngineWay:
     if isinstance(address, int):
         return AsyncBoardEngine(address)
-    way: AsyncEngineWay = http_clients(address).AsyncHttpEngine(address)
+    way: AsyncEngineWay = http_clients(address).AsyncHttpEngine(address, api_key=api_key)
     return way

@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from fastdeploy_rl.config import HTTP_GRACE_S, checked_deadline
+from fastdeploy_rl import config
+from fastdeploy_rl.config import Deadlines, checked_deadline
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import (
+    AuthenticationError,
     ConfigurationError,
     DeadlineExceededError,
     EngineError,
@@ -31,10 +33,9 @@ from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
 from fastdeploy_rl.version import WeightVersion
 
-CONNECT_S = 5.0
-STATUS_S = 10.0
 MAX_ANSWER_BYTES = 256 << 20
 """The receipt of a very large model fits."""
+_WANTS_KEY = "the API key is missing or unknown there; give one (FASTDEPLOY_RL_API_KEY, --api-key-file, api_key=)"
 
 _ResultT = TypeVar("_ResultT")
 
@@ -46,18 +47,18 @@ class HttpCall(Generic[_ResultT]):
     method: str
     path: str
     kind: type[_ResultT]
-    deadline_s: float = STATUS_S
+    deadline_s: float = Deadlines.status_s
     content: dict[str, Any] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
         """From the question to the end of the answer. ConfigurationError for a deadline that cannot be."""
-        return checked_deadline(self.deadline_s) + HTTP_GRACE_S
+        return checked_deadline(self.deadline_s) + Deadlines.http_s
 
     @property
     def timeout(self) -> httpx.Timeout:
         """Of each step on the way: httpx knows no limit for the whole."""
-        return httpx.Timeout(self.limit_s, connect=CONNECT_S)
+        return httpx.Timeout(self.limit_s, connect=Deadlines.connect_s)
 
 
 def update_call(version: WeightVersion | str | None, deadline_s: float, force: bool) -> HttpCall[UpdateReport]:
@@ -107,6 +108,7 @@ class EngineUrl:
     def failures(self, call: HttpCall[Any]) -> Iterator[None]:
         """What goes wrong on the way, as errors of the tree."""
         place = f"{self.url}{call.path}"
+        begun = time.monotonic()
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -114,12 +116,16 @@ class EngineUrl:
                 f"no engine at {self.url}: {error or 'nobody answers'}; start one with `fastdeploy-rl serve`"
             ) from error
         except (httpx.TimeoutException, asyncio.TimeoutError) as error:
-            raise DeadlineExceededError(f"{place} did not answer within {call.limit_s:g} s") from error
+            raise DeadlineExceededError.waiting_for(
+                f"answer of {place}", since_s=begun, hint="what was asked may still be done: ask for its status"
+            ) from error
         except httpx.HTTPError as error:
             raise EngineError(f"{place}: {error or type(error).__name__}") from error
 
     def result(self, call: HttpCall[_ResultT], status: int, content: bytes) -> _ResultT:
         """What the engine answered; raises what it raised."""
+        if status == httpx.codes.UNAUTHORIZED:  # of any server: FastDeploy's and vLLM's bodies differ
+            raise AuthenticationError(f"{self.url}{call.path}: {_WANTS_KEY}")
         if status >= httpx.codes.BAD_REQUEST:
             raise self._error(call.path, status, content)
         result: _ResultT = self._decode(call.path, status, content, call.kind)
@@ -139,6 +145,14 @@ class EngineUrl:
             raise EngineError(
                 f"{self.url}{path} answered {status} with no answer of an engine of this version: {error}"
             ) from error
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """That show an engine `api_key`; None takes the first of the environment's, "" shows none. ConfigurationError for
+    what can be no key."""
+    if api_key is None:
+        api_key = next(iter(config.api_keys()), "")
+    return {"Authorization": f"Bearer {config.checked_api_key(api_key, 'api_key')}"} if api_key else {}
 
 
 def ask(http: httpx.Client, engine: EngineUrl, call: HttpCall[_ResultT]) -> _ResultT:
@@ -165,10 +179,11 @@ def _take(piece: bytes, content: bytearray, call: HttpCall[Any]) -> None:
 class HttpEngine:
     """Same methods as the board's client; blocks. A context manager; `close` gives the connection back."""
 
-    def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
-        """ConfigurationError for what is no http URL. Connects to nothing yet. `transport` replaces the network."""
+    def __init__(self, url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+        """ConfigurationError for what is no http URL or no key. Connects to nothing yet. `api_key` None takes the
+        environment's ($FASTDEPLOY_RL_API_KEY), "" sends none. `transport` replaces the network."""
         self._engine = EngineUrl.parse(url)
-        self._http = httpx.Client(base_url=self._engine.url, transport=transport)
+        self._http = httpx.Client(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
     def update(
         self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
@@ -210,10 +225,12 @@ class HttpEngine:
 class AsyncHttpEngine:
     """HttpEngine as coroutines. A call that is cancelled hangs up; a command that the engine began goes on there."""
 
-    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         """As HttpEngine's."""
         self._engine = EngineUrl.parse(url)
-        self._http = httpx.AsyncClient(base_url=self._engine.url, transport=transport)
+        self._http = httpx.AsyncClient(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
     async def update(
         self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False

@@ -42,15 +42,17 @@ class EngineController:
     """Steers the engine at `address`: its engine worker queue port, or the URL of its HTTP server. Use it in a `with`.
 
     Not for several threads at once: make one each. EngineNotFoundError where no engine is alive at the address.
+    `api_key` opens an engine behind a URL that wants one; None takes the environment's ($FASTDEPLOY_RL_API_KEY).
     """
 
-    def __init__(self, address: int | str) -> None:
+    def __init__(self, address: int | str, *, api_key: str | None = None) -> None:
         self.address = address
+        self._api_key = api_key
         self._stack = ExitStack()
         self._open_way: EngineWay | None = None
 
     def __enter__(self) -> "EngineController":
-        self._open_way = self._stack.enter_context(_way_to(self.address))
+        self._open_way = self._stack.enter_context(_way_to(self.address, self._api_key))
         return self
 
     def __exit__(
@@ -93,10 +95,10 @@ class EngineController:
         return self._open_way
 
 
-def _way_to(address: int | str) -> EngineWay:
+def _way_to(address: int | str, api_key: str | None) -> EngineWay:
     if isinstance(address, int):
         return BoardClient(address)
-    way: EngineWay = http_clients(address).HttpEngine(address)
+    way: EngineWay = http_clients(address).HttpEngine(address, api_key=api_key)
     return way
 
 

@@ -1,15 +1,20 @@
-"""Where an engine on this machine listens for HTTP, found by its worker queue port.
+"""Where an engine on this machine listens for HTTP, and who may use it there, found by its worker queue port.
 
-Owns one small file in the engine's run directory. So a verb that speaks HTTP takes the same `--engine` as all others.
+Owns two small files in the engine's run directory. So a verb that speaks HTTP takes the same `--engine` as all others,
+and the doctor sees an engine that anybody may command.
 """
 
+import enum
+import ipaddress
 import os
+import socket
 from pathlib import Path
 
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.errors import EngineNotFoundError
 
 _FILE = "http_address"
+_ACCESS_FILE = "http_access"
 _MAX_BYTES = 1024
 
 
@@ -19,11 +24,49 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def write_http_address(run_dir: Path, host: str, port: int) -> None:
+class HttpAccess(enum.Enum):
+    """Who may use an engine's HTTP routes: LOOPBACK processes of its machine, KEY whoever has one, OPEN everybody who
+    reaches the machine."""
+
+    LOOPBACK = "loopback"
+    KEY = "key"
+    OPEN = "open"
+
+
+def http_access(host: str, *, has_keys: bool) -> HttpAccess:
+    """Of a server that listens on `host`."""
+    if has_keys:
+        return HttpAccess.KEY
+    return HttpAccess.LOOPBACK if _is_loopback(host) else HttpAccess.OPEN
+
+
+def _is_loopback(host: str) -> bool:
+    """Names as well; all interfaces are not, and neither is what cannot be told."""
+    try:
+        addresses = [place[4][0] for place in socket.getaddrinfo(host, None)] if host else []
+        return bool(addresses) and all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    except (OSError, UnicodeError, ValueError):
+        return False
+
+
+def write_http_address(run_dir: Path, host: str, port: int, access: HttpAccess) -> None:
     """By the engine, once it listens."""
-    path = run_dir / _FILE
-    path.with_suffix(".new").write_text(http_url(host, port))
-    os.replace(path.with_suffix(".new"), path)
+    for name, text in ((_ACCESS_FILE, access.value), (_FILE, http_url(host, port))):
+        path = run_dir / name
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+
+
+def find_http_access(engine: int) -> HttpAccess | None:
+    """Of the live engine at a worker queue port; None where it serves no HTTP, or does not say. EngineNotFoundError."""
+    board = Board.attach(engine)
+    try:
+        with (board.run_dir / _ACCESS_FILE).open("rb") as file:
+            return HttpAccess(file.read(_MAX_BYTES).decode())
+    except (OSError, ValueError):
+        return None
+    finally:
+        board.close()
 
 
 def find_http_address(engine: int | str) -> str:

@@ -2,7 +2,8 @@
 
 Owns routes, status codes and the size of bodies. Refuses to know processes and boards: both come in behind Protocols.
 Invariant: whatever fails answers in OpenAI's error form with the code of its class in errors.py; a 429 or 503 carries
-Retry-After and the reason; what a client that went away asked for is cancelled at once, queued, streamed or whole.
+Retry-After and the reason; what a client that went away asked for is cancelled at once, queued, streamed or whole;
+where there are API keys, all but /health and /metrics answers 401 without one (api_key.py).
 
     GET  /health                     200 while it serves, else 503 with the reason
     GET  /v1/models                  the model and the live version
@@ -23,7 +24,7 @@ Retry-After and the reason; what a client that went away asked for is cancelled 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.control.api_key import ApiKeyGuard
 from fastdeploy_rl.control.completions import CompletionService, RunningCompletion
 from fastdeploy_rl.control.metrics import CONTENT_TYPE, EngineMetrics
 from fastdeploy_rl.control.openai_format import error_body
@@ -49,8 +51,6 @@ from fastdeploy_rl.update.history import DEFAULT_LIMIT
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-BODY_DEADLINE_S = 60.0
-"""A client that stops in the middle of its request must not be waited for without an end."""
 _RETRIED = (NotServingError.http_status, OverloadedError.http_status)
 
 
@@ -77,9 +77,13 @@ class EngineFace:
     metrics: EngineMetrics
 
 
-def make_app(face: EngineFace) -> FastAPI:
-    """The application; starts nothing and owns nothing of `face`."""
+def make_app(face: EngineFace, api_keys: Sequence[str] = (), *, body_s: float = Deadlines.body_s) -> FastAPI:
+    """The application; starts nothing and owns nothing of `face`. Without `api_keys` every client is served. A body
+    that is not whole within `body_s` is waited for no longer."""
     app = FastAPI(title="fastdeploy_rl", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.body_s = body_s
+    if api_keys:
+        app.add_middleware(ApiKeyGuard, keys=api_keys)
     app.add_exception_handler(FastDeployRLError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_error)
@@ -214,12 +218,12 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _read_body(request: Request) -> bytes:
+    """A client that stops in the middle of its request must not be waited for without an end."""
+    begun = time.monotonic()
     try:
-        return await asyncio.wait_for(_whole_body(request), BODY_DEADLINE_S)
+        return await asyncio.wait_for(_whole_body(request), request.app.state.body_s)
     except asyncio.TimeoutError as error:  # builtin TimeoutError from Python 3.11 on
-        raise DeadlineExceededError(
-            f"the request body was not there within {BODY_DEADLINE_S:g} s; send it at once"
-        ) from error
+        raise DeadlineExceededError.waiting_for("whole request body", since_s=begun, hint="send it at once") from error
 
 
 async def _whole_body(request: Request) -> bytes:

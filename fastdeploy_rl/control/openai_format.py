@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastdeploy_rl.control.generation import GeneratedToken, version_spans
-from fastdeploy_rl.errors import FastDeployRLError, RequestError
+from fastdeploy_rl.errors import AuthenticationError, FastDeployRLError, RequestError
 
 Json = dict[str, Any]
 
@@ -170,6 +170,7 @@ class ResponseFormat:
 def error_body(error: Exception) -> Json:
     """OpenAI's error form; `type` is the name of the error's class, `code` OpenAI's word where there is one."""
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    code = "invalid_api_key" if isinstance(error, AuthenticationError) else code
     kind = type(error).__name__ if isinstance(error, FastDeployRLError) else "InternalServerError"
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 

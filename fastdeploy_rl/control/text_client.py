@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask
+from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask, key_headers
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import DeadlineExceededError, EngineError, FastDeployRLError, from_wire
 
@@ -24,12 +24,19 @@ _DONE = b"[DONE]"
 class TextClient:
     """Blocks; one answer at a time. A context manager; `close` gives the connection back."""
 
-    def __init__(self, url: str, *, deadline_s: float, transport: httpx.BaseTransport | None = None) -> None:
-        """ConfigurationError for what is no http URL. Connects to nothing yet. `deadline_s` is for each answer, from
-        the question to its end. `transport` replaces the network."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float,
+        api_key: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """ConfigurationError for what is no http URL or no key. Connects to nothing yet. `deadline_s` is for each
+        answer, from the question to its end. `api_key` and `transport` are HttpEngine's."""
         self._engine = EngineUrl.parse(url)
         self._deadline_s = deadline_s
-        self._http = httpx.Client(base_url=self._engine.url, transport=transport)
+        self._http = httpx.Client(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
     def model(self) -> Json:
         """The served model as /v1/models has it: `id`, `weight_version` and more."""
@@ -47,19 +54,19 @@ class TextClient:
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
         """The chunks as they come. Close it (`contextlib.closing`) where it is not read to its end."""
         call = self._call(path, body | {"stream": True})
-        deadline = time.monotonic() + self._deadline_s
+        begun = time.monotonic()
         with (
             self._engine.failures(call),
             self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
         ):
             if answer.is_error:
                 self._engine.result(call, answer.status_code, answer.read())
-            yield from _events(_lines(self._in_time(answer.iter_bytes(), deadline)))
+            yield from _events(_lines(self._in_time(answer.iter_bytes(), begun)))
 
-    def _in_time(self, pieces: Iterator[bytes], deadline: float) -> Iterator[bytes]:
+    def _in_time(self, pieces: Iterator[bytes], begun: float) -> Iterator[bytes]:
         for piece in pieces:
-            if time.monotonic() > deadline:
-                raise DeadlineExceededError(f"the answer of {self._engine.url} took over {self._deadline_s:g} s")
+            if time.monotonic() > begun + self._deadline_s:
+                raise DeadlineExceededError.waiting_for(f"end of the answer of {self._engine.url}", since_s=begun)
             yield piece
 
     def close(self) -> None:

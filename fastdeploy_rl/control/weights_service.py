@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from fastdeploy_rl.config import checked_deadline
+from fastdeploy_rl.config import Deadlines, checked_deadline
 from fastdeploy_rl.errors import (
     DeadlineExceededError,
     FastDeployRLError,
@@ -28,8 +28,6 @@ from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, Update
 from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
-LEGACY_DEADLINE_S = 300.0
-"""FastDeploy's time-out of its two routes."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -99,7 +97,7 @@ class WeightsService:
         """GET /clear_load_weight."""
         if answer := await self._legacy_refusal(CommandKind.CLEAR, LegacyStatus.CLEARED):
             return answer
-        return await _legacy_outcome(self.clear(deadline_s=LEGACY_DEADLINE_S), "cleared")
+        return await _legacy_outcome(self.clear(deadline_s=Deadlines.legacy_s), "cleared")
 
     async def legacy_update(self) -> LegacyAnswer:
         """GET /update_model_weight. An engine that serves and finds nothing published is "already so"."""
@@ -107,7 +105,7 @@ class WeightsService:
             return answer
         was_serving = (await self.status()).is_serving
         try:
-            return await _legacy_outcome(self.update(None, deadline_s=LEGACY_DEADLINE_S), "updated")
+            return await _legacy_outcome(self.update(None, deadline_s=Deadlines.legacy_s), "updated")
         except NoPublicationError as error:
             return LegacyAnswer(200, f"already updated: {error}") if was_serving else LegacyAnswer(409, str(error))
 

@@ -20,7 +20,6 @@ from fake_engine import (
     make_face,
 )
 
-from fastdeploy_rl.control import http_app
 from fastdeploy_rl.control.generation import GenerationDefaults, SamplingOptions
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
@@ -29,10 +28,12 @@ from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 class Client:
     """Requests against the application itself, without a socket."""
 
-    def __init__(self, engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL) -> None:
+    def __init__(
+        self, engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL, **settings: float
+    ) -> None:
         self.engine, self.board = engine, board
         self.face = make_face(engine, board, defaults)
-        self._app = make_app(self.face)
+        self._app = make_app(self.face, **settings)
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def call() -> httpx.Response:
@@ -355,16 +356,18 @@ def test_a_prompt_that_takes_long_to_read_holds_up_nobody() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/weights/update", "/v1/weights/clear"])
-def test_a_body_that_never_ends_is_not_waited_for(client: Client, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_ends_is_not_waited_for(path: str) -> None:
     async def beginning() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(http_app, "BODY_DEADLINE_S", 0.01)
+    client = Client(ScriptedEngine(), ScriptedBoard(), body_s=0.01)
     answer = client.request("POST", path, content=beginning())
     assert answer.status_code == 504
     assert answer.json()["error"]["type"] == "DeadlineExceededError"
     assert client.engine.requests == []
+    assert client.board.calls == []
+    client.face.weights.close()
 
 
 def test_an_endless_body_is_refused(client: Client) -> None:

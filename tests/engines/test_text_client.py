@@ -29,10 +29,13 @@ def client_of(*lines: bytes) -> TextClient:
     return TextClient("http://stranger", deadline_s=10.0, transport=transport)
 
 
+LATE = "no end of the answer of http://stranger after"
+
+
 def test_a_stream_without_an_end_meets_its_deadline_even_where_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(text_client.time, "monotonic", lambda: next(clock))
-    with client_of(b": still here") as text, pytest.raises(DeadlineExceededError, match="took over 10 s"):
+    with client_of(b": still here") as text, pytest.raises(DeadlineExceededError, match=LATE):
         list(text.stream("/v1/completions", {}))
     assert next(clock) < 20
 
@@ -43,7 +46,7 @@ def test_a_line_without_an_end_meets_its_deadline(monkeypatch: pytest.MonkeyPatc
     drops = Lines(b"x" if number < 100 else b"\n" for number in range(101))
     transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=drops))
     text = TextClient("http://stranger", deadline_s=10.0, transport=transport)
-    with text, pytest.raises(DeadlineExceededError, match="took over 10 s"):
+    with text, pytest.raises(DeadlineExceededError, match=LATE):
         list(text.stream("/v1/completions", {}))
     assert next(clock) < 20
 
@@ -64,7 +67,7 @@ def test_text_may_hold_what_ends_a_line_elsewhere(size: int) -> None:
 def test_an_answer_that_comes_in_drops_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(client.time, "monotonic", lambda: next(clock))
-    with client_of(b" ") as text, pytest.raises(DeadlineExceededError, match="did not answer within 25 s"):
+    with client_of(b" ") as text, pytest.raises(DeadlineExceededError, match=r"no answer of .*/v1/completions"):
         text.ask("/v1/completions", {})
     assert next(clock) < 40
 

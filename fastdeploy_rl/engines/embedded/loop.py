@@ -11,8 +11,9 @@ from typing import Protocol
 
 import msgspec
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad
-from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, Cancel, Start, Stop, Tokens, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
 from fastdeploy_rl.errors import RequestError
@@ -49,13 +50,13 @@ class Leader:
         channel: StepChannel | None,
         connection: WorkerSocket,
         *,
-        timeout_s: float,
+        deadlines: Deadlines,
     ) -> None:
         self._runner = runner
         self._manager = manager
         self._channel = channel
         self._connection = connection
-        self._timeout_s = timeout_s
+        self._deadlines = deadlines
         self._is_stopping = False
         self._refused: list[TokenOutput] = []
         self._told: EngineLoad | None = None
@@ -72,7 +73,7 @@ class Leader:
             if message is None:
                 continue
             if self._channel is not None:
-                self._channel.broadcast_bytes(self._encoder.encode(message), 0, timeout_s=self._timeout_s)
+                self._channel.broadcast_bytes(self._encoder.encode(message), 0, timeout_s=self._deadlines.step_s)
             self._perform(message)
             self._send_tokens()
 
@@ -118,7 +119,7 @@ class Leader:
         load = self._runner.scheduler.load
         if outputs or load != self._told:
             tokens = Tokens([(output.request_id, output.token) for output in outputs], load)
-            self._connection.send(tokens, timeout_s=SEND_TIMEOUT_S)
+            self._connection.send(tokens, timeout_s=self._deadlines.send_s)
             self._told = load
 
 

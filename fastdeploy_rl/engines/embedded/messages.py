@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest
 from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
 
 MAX_MESSAGE_BYTES = 16 << 20
-SEND_TIMEOUT_S = 10.0
 SLOT_BYTES = 1 << 20
 """Of the collectives' segment: supervisor and workers must mean the same."""
 _HEADER = struct.Struct("<I")
@@ -25,7 +25,7 @@ _READ_BYTES = 1 << 16
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All a worker needs to know; JSON on its standard input. Times are seconds."""
+    """All a worker needs to know; JSON on its standard input."""
 
     rank: int
     num_ranks: int
@@ -41,7 +41,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_copy_threads: int
     parent_pid: int
     socket_fd: int
-    step_s: float
+    deadlines: Deadlines
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -157,19 +157,21 @@ class WorkerSocket:
     def send(self, message: FromWorker, *, timeout_s: float) -> None:
         """DeadlineExceededError when the supervisor does not read; PeerLostError when it is gone."""
         left = memoryview(encode(message))
-        deadline = time.monotonic() + timeout_s
+        begun = time.monotonic()
         while left:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                self._wait_writable(deadline)
+                self._wait_writable(begun, timeout_s)
             except ConnectionError as error:
                 raise PeerLostError("the supervisor is gone") from error
 
-    def _wait_writable(self, deadline: float) -> None:
-        remaining = deadline - time.monotonic()
+    def _wait_writable(self, begun: float, timeout_s: float) -> None:
+        remaining = begun + timeout_s - time.monotonic()
         if remaining <= 0 or not select.select([], [self._socket], [], remaining)[1]:
-            raise DeadlineExceededError("the supervisor did not read a worker's message in time")
+            raise DeadlineExceededError.waiting_for(
+                "room for a message to the supervisor", since_s=begun, hint="it does not read"
+            )
 
     def close(self) -> None:
         self._socket.close()

@@ -14,9 +14,8 @@ import paddle
 
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.collectives.shm import ShmCollectives
-from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.engines.embedded.loop import Follower, Leader
-from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, SLOT_BYTES, Ready, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Ready, WorkerConfig, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
 from fastdeploy_rl.sources import registry
@@ -40,7 +39,7 @@ def run(config: WorkerConfig, connection: WorkerSocket) -> None:
         weight_bytes = _load(runner, manager)
         gc.freeze()  # what is there now stays: no collection needs to walk it in the middle of a step
         seconds = time.monotonic() - begun
-        connection.send(Ready(config.rank, weight_bytes, seconds), timeout_s=SEND_TIMEOUT_S)
+        connection.send(Ready(config.rank, weight_bytes, seconds), timeout_s=config.deadlines.send_s)
         _log.info("phase=ready weight_bytes=%d seconds=%.3f", weight_bytes, seconds)
         _loop(config, runner, manager, collectives, connection).run()
     _log.info("phase=stopped")
@@ -53,7 +52,7 @@ def _join(config: WorkerConfig) -> ShmCollectives:
         config.num_ranks,
         create=False,
         slot_bytes=SLOT_BYTES,
-        timeout_s=config.step_s,
+        timeout_s=config.deadlines.step_s,
     )
 
 
@@ -73,7 +72,7 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
     board = Board.attach(config.board_port)
     stack.callback(board.close)
     settings = ManagerConfig(
-        config.load_strategy, config.apply_mode, Deadlines(), config.num_copy_threads, config.rollback
+        config.load_strategy, config.apply_mode, config.deadlines, config.num_copy_threads, config.rollback
     )
     manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
     stack.callback(manager.close)
@@ -97,5 +96,5 @@ def _loop(
 ) -> Leader | Follower:
     if config.rank == 0:
         channel = collectives if config.num_ranks > 1 else None
-        return Leader(runner, manager, channel, connection, timeout_s=config.step_s)
-    return Follower(runner, manager, collectives, timeout_s=config.step_s)
+        return Leader(runner, manager, channel, connection, deadlines=config.deadlines)
+    return Follower(runner, manager, collectives, timeout_s=config.deadlines.step_s)

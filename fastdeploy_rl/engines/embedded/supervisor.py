@@ -27,7 +27,7 @@ from fastdeploy_rl.board.layout import MAX_RANKS
 from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GenerationDefaults
-from fastdeploy_rl.control.http_address import write_http_address
+from fastdeploy_rl.control.http_address import HttpAccess, http_access, write_http_address
 from fastdeploy_rl.control.http_app import EngineFace, make_app
 from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.control.weights_service import WeightsService
@@ -54,20 +54,15 @@ _log = logging.getLogger(__name__)
 STOPPING = "the engine is stopping"
 DEFAULT_MAX_MODEL_LEN = 2048
 """Tokens a request, where neither the operator nor the model says less."""
-STEP_DEADLINE_S = 300.0
-"""How long a rank waits for rank 0's next step. A dead rank is noticed at once otherwise; this only ends a wait that
-nobody else would."""
-TERMINATE_S = 2.0
-"""From SIGTERM to SIGKILL, and from there to giving up."""
-HTTP_DRAIN_S = 2
-LAST_WORDS_S = 1.0
-"""A dead worker's message may still lie in its socket."""
+_LOOK_AGAIN_S = 0.2
+"""While workers end, the operator's second signal is looked for this often."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     """What `fastdeploy-rl serve` was asked for. `max_waiting`: requests beyond the `max_num_seqs` that run; more are
-    told to come back. `uses_generation_config`: the model's own generation_config.json is the default for sampling."""
+    told to come back. `uses_generation_config`: the model's own generation_config.json is the default for sampling.
+    `api_keys`: any of them opens the HTTP routes; none leaves them open."""
 
     model_dir: Path
     num_ranks: int
@@ -83,6 +78,7 @@ class ServeConfig:
     max_waiting: int = 512
     uses_generation_config: bool = True
     log_dir: Path = Path("log")
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     deadlines: Deadlines = field(default_factory=Deadlines)
     worker_module: str = WORKER_MODULE
 
@@ -91,6 +87,11 @@ class ServeConfig:
         """Of one worker's matrix products: more than its share of
         the cores would only make ranks wait for each other."""
         return max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+
+    @property
+    def http_access(self) -> HttpAccess:
+        """Who may use the HTTP routes."""
+        return http_access(self.host, has_keys=bool(self.api_keys))
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class _Engine:
             history = self._config.log_dir / HISTORY
             board = Board.create(self._config.board_port, num_ranks=self._config.num_ranks, history=history)
             stack.callback(board.close)
-            write_http_address(board.run_dir, self._config.host, self._config.port)
+            write_http_address(board.run_dir, self._config.host, self._config.port, self._config.http_access)
             segment = stack.enter_context(_collectives_segment(self._config))
             self._announcer.starting(self._config, model, board.reclaimed)
             await stack.enter_async_context(self._running_workers(model, segment))
@@ -206,13 +207,14 @@ class _Engine:
 
     async def _live(self) -> None:
         """Until a signal or a fault."""
+        begun = time.monotonic()
         await _first(self._is_ready, self._is_over, timeout_s=self._config.deadlines.attach_s)
         if self._is_over.is_set():
             return
         if not self._is_ready.is_set():
             late = [rank for rank in range(self._config.num_ranks) if rank not in self._ready]
-            allowed_s = self._config.deadlines.attach_s
-            self._fail(DeadlineExceededError(f"ranks {late} were not ready within {allowed_s:.0f} s"))
+            hint = f"see {self._config.log_dir}/workerlog.RANK"
+            self._fail(DeadlineExceededError.waiting_for("start of the engine", since_s=begun, missing=late, hint=hint))
             return
         self._announcer.ready([self._ready[rank] for rank in sorted(self._ready)], time.monotonic() - self._begun)
         await self._is_over.wait()
@@ -276,7 +278,7 @@ class _Engine:
             num_copy_threads=max(1, num_copy_threads() // config.num_ranks),
             parent_pid=os.getpid(),
             socket_fd=-1,
-            step_s=STEP_DEADLINE_S,
+            deadlines=config.deadlines,
         )
         environ = worker_environ(config.num_threads)
         return WorkerProcess.start(settings, log_dir=config.log_dir, environ=environ, module=config.worker_module)
@@ -286,7 +288,7 @@ class _Engine:
         listening = asyncio.create_task(link.receive(self._deliver))
         await _readable(worker.pidfd)
         # What it said before it died explains its death better than its exit code.
-        await asyncio.wait([listening], timeout=LAST_WORDS_S)
+        await asyncio.wait([listening], timeout=self._config.deadlines.last_words_s)
         if not listening.done():
             listening.cancel()
         with contextlib.suppress(asyncio.CancelledError, PeerLostError):
@@ -311,14 +313,14 @@ class _Engine:
         for signal_worker in (WorkerProcess.terminate, WorkerProcess.kill):
             for worker in self._workers:
                 signal_worker(worker)
-            await self._wait_ended(TERMINATE_S)
+            await self._wait_ended(self._config.deadlines.terminate_s)
 
     async def _wait_ended(self, timeout_s: float) -> None:
         """Until every worker has ended, the time is over, or the operator lost patience."""
         ending = [asyncio.create_task(_readable(worker.pidfd)) for worker in self._workers if worker.is_running]
         deadline = time.monotonic() + timeout_s
         while ending and time.monotonic() < deadline and not self._is_hurried:
-            _, pending = await asyncio.wait(ending, timeout=min(0.2, timeout_s))
+            _, pending = await asyncio.wait(ending, timeout=min(_LOOK_AGAIN_S, timeout_s))
             ending = list(pending)
         for task in ending:
             task.cancel()
@@ -335,11 +337,11 @@ class _Engine:
         face = EngineFace(completions, weights, metrics)
         server = _Server(
             uvicorn.Config(
-                make_app(face),
+                make_app(face, self._config.api_keys),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=HTTP_DRAIN_S,
+                timeout_graceful_shutdown=math.ceil(self._config.deadlines.http_drain_s),
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -350,8 +352,16 @@ class _Engine:
             self._is_over.set()
             self._client.fail_all(STOPPING)
             server.should_exit = True
-            await serving
+            await self._await_http_end(serving)
             weights.close()
+
+    async def _await_http_end(self, serving: "asyncio.Task[None]") -> None:
+        """Raises what ended the server, if anything did."""
+        deadlines = self._config.deadlines
+        ended, _ = await asyncio.wait([serving], timeout=deadlines.http_drain_s + deadlines.let_go_s)
+        serving.cancel()
+        for task in ended:
+            task.result()
 
 
 class _EngineBoard:

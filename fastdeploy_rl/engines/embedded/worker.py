@@ -17,7 +17,7 @@ import threading
 
 import msgspec
 
-from fastdeploy_rl.engines.embedded.messages import SEND_TIMEOUT_S, Failed, WorkerConfig, WorkerSocket
+from fastdeploy_rl.engines.embedded.messages import Failed, WorkerConfig, WorkerSocket
 from fastdeploy_rl.errors import EngineError, FastDeployRLError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def main() -> int:
 
         rank.run(config, connection)
     except Exception as error:
-        _tell(connection, config.rank, error)
+        _tell(connection, config, error)
         return error.exit_code if isinstance(error, FastDeployRLError) else 1
     return 0
 
@@ -75,10 +75,10 @@ def _log_to_stderr(rank: int) -> None:
     )
 
 
-def _tell(connection: WorkerSocket, rank: int, error: Exception) -> None:
+def _tell(connection: WorkerSocket, config: WorkerConfig, error: Exception) -> None:
     _log.error("fault=%s reason=%s", type(error).__name__, error, exc_info=not isinstance(error, FastDeployRLError))
     with contextlib.suppress(FastDeployRLError):  # the supervisor may be what is gone
-        connection.send(last_words(rank, error), timeout_s=SEND_TIMEOUT_S)
+        connection.send(last_words(config.rank, error), timeout_s=config.deadlines.send_s)
 
 
 def last_words(rank: int, error: Exception) -> Failed:

@@ -6,7 +6,7 @@ Owns the questions; the answers come from the classes that trainer and engine us
 from pathlib import Path
 
 from fastdeploy_rl.board.board import Board, board_name
-from fastdeploy_rl.control.http_address import find_http_address
+from fastdeploy_rl.control.http_address import HttpAccess, find_http_access, find_http_address
 from fastdeploy_rl.errors import ConfigurationError, EngineNotFoundError, FastDeployRLError, ManifestError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
@@ -168,6 +168,12 @@ def _judge_status(name: str, who: str, board: Board) -> Check:
     found += _http_text(board.port)
     if status.admission == "fenced":
         return fail(name, f"{found}: {status.reason}", f"fastdeploy-rl update --engine {board.port}")
+    if find_http_access(board.port) is HttpAccess.OPEN:
+        return warn(
+            name,
+            f"{found}, open to all who reach this machine",
+            "start it with FASTDEPLOY_RL_API_KEY or --api-key-file, or without --host",
+        )
     return ok(name, found)
 
 

@@ -166,13 +166,15 @@ class LegacySignal:
     def _request(self, command: LegacyStatus, wanted: LegacyStatus, deadline_s: float) -> None:
         if self._word is None:
             raise SegmentError("the signal is not attached; use it in a with statement")
+        begun = time.monotonic()
         deadline_ns = time.monotonic_ns() + int(checked_deadline(deadline_s) * 1e9)
         self._word.store(command)
         while (value := self._word.load()) == command:
             if not self._word.wait_change(value, deadline_ns):
-                raise DeadlineExceededError(
-                    f"port {self._port}: {command.name} was not answered within {deadline_s} s; "
-                    "the engine may still carry it out"
+                raise DeadlineExceededError.waiting_for(
+                    f"answer of the engine at port {self._port} to {command.name}",
+                    since_s=begun,
+                    hint="it may still carry it out",
                 )
         if value != wanted:
             raise UpdateRejectedError(

@@ -14,12 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import SegmentError
 
 _MAX_ATTEMPTS = 10_000
-_SWEEP_S = 0.2
 _SWEEP_POLL_S = 0.001
-"""Whoever takes away what the dead left may meet a file between its making and its locking, and holds it so long."""
 _NOTE_BYTES = 64
 _LATEST_S = 2.0**36
 """A time that a calendar still has a year for."""
@@ -66,7 +65,8 @@ class OwnerLock:
 
     def acquire(self) -> None:
         """As `try_acquire`, but raises SegmentError naming the owner that still lives after a moment."""
-        deadline = time.monotonic() + _SWEEP_S
+        # Whoever takes away what the dead left may meet the file between its making and its locking, and hold it.
+        deadline = time.monotonic() + Deadlines.lock_s
         while not self.try_acquire():
             if time.monotonic() >= deadline:
                 raise SegmentError(f"{self.path} is held by a live process ({owner_of(self.path) or 'unknown'})")

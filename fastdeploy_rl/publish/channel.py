@@ -145,6 +145,7 @@ class Channel:
     def read_publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
         """The latest version and its manifest, looking again where one is superseded in between. NoPublicationError
         when there is none, DeadlineExceededError when the publisher keeps overtaking us."""
+        begun = time.monotonic()
         seen = None
         while True:
             latest = self.read_latest()
@@ -160,7 +161,8 @@ class Channel:
             except FileNotFoundError:
                 seen = latest
             if time.monotonic_ns() >= deadline_ns:
-                raise DeadlineExceededError(f"versions of {self.path} are superseded faster than they can be read")
+                hint = "versions are superseded faster than they can be read"
+                raise DeadlineExceededError.waiting_for(f"manifest of {self.path}", since_s=begun, hint=hint)
 
     def read_epoch(self) -> int:
         """The one taken last; 0 before the first."""

@@ -250,6 +250,7 @@ class LeaseTable:
         DeadlineExceededError naming the holders when none becomes free in time; then nothing changed.
         """
         arenas = tuple(arenas)
+        begun = time.monotonic()
         while True:
             bell = _native.load_i32(self._words, _BELL)
             blockers: list[HolderInfo] = []
@@ -261,9 +262,10 @@ class LeaseTable:
                 blockers.extend(holders)
             now = time.monotonic_ns()
             if now >= deadline_ns:
-                raise DeadlineExceededError(
-                    f"memory of {self.path.parent} is still leased by {'; '.join(map(str, blockers))}. "
-                    "Let those engines update or clear"
+                raise DeadlineExceededError.waiting_for(
+                    f"free memory of {self.path.parent}",
+                    since_s=begun,
+                    hint=f"it is still leased by {'; '.join(map(str, blockers))}. Let those engines update or clear",
                 )
             _native.futex_wait_i32(self._words, _BELL, bell, min(deadline_ns, now + _SLICE_NS))
 

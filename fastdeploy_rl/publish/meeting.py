@@ -22,6 +22,7 @@ import msgspec
 
 from fastdeploy_rl import _native
 from fastdeploy_rl import manifest as manifests
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -43,8 +44,7 @@ MAX_PARTS = 1024
 _BELL_BYTES = 64
 _SLICE_NS = 50_000_000
 """The dead ring no bell, so waits look up at least this often."""
-_GRACE_NS = 5_000_000_000
-"""How long, after a deadline, one waits for a decision that is just being written."""
+_GRACE_NS = int(Deadlines.decide_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ class Meeting:
         _log.warning("channel=%s event=outcome_not_read parts=%d", self._channel.path, self.part.count)
 
     def _await_offers(self, step: int, deadline_ns: int) -> list[Offer]:
+        begun = time.monotonic()
         outcome = self._outcome()
         decided = set(outcome.nonces) if outcome else set()
         published = self._published_segments()
@@ -176,7 +177,7 @@ class Meeting:
             ready = {index: offer for index, offer in offers.items() if self._is_ready(index, offer, step)}
             if len(ready) == self.part.count - 1:
                 return [ready[index] for index in sorted(ready)]
-            self._check_missing(step, ready, deadline_ns)
+            self._check_missing(step, ready, begun, deadline_ns)
             self._wait(bell, deadline_ns)
 
     def _is_ready(self, index: int, offer: Offer, step: int) -> bool:
@@ -195,13 +196,13 @@ class Meeting:
             )
         return not offer.error
 
-    def _check_missing(self, step: int, ready: dict[int, Offer], deadline_ns: int) -> None:
+    def _check_missing(self, step: int, ready: dict[int, Offer], begun: float, deadline_ns: int) -> None:
         missing = [index for index in range(1, self.part.count) if index not in ready]
         for index in missing:
             self._check_not_lost(index, step)
         if time.monotonic_ns() >= deadline_ns:
             states = "; ".join(f"{self._named(index)} {self._state(index)}" for index in missing)
-            raise DeadlineExceededError(f"step {step} is not complete: {states}")
+            raise DeadlineExceededError.waiting_for(f"complete step {step}", since_s=begun, hint=states)
 
     def _state(self, index: int) -> str:
         return "has not published it" if self._is_alive(index) else "is not running"
@@ -266,6 +267,7 @@ class Meeting:
         self._write_offer(Offer(secrets.token_hex(8), self.part.count, step, None, name, text))
 
     def _await_decision(self, offer: Offer, seen: Latest | None, deadline_ns: int) -> Found | FastDeployRLError:
+        begun = time.monotonic()
         while True:
             bell = self._look()
             lost = self._lost_leader(offer.step)
@@ -282,7 +284,9 @@ class Meeting:
             if lost is not None:
                 return lost
             if time.monotonic_ns() >= deadline_ns:
-                return DeadlineExceededError(f"step {offer.step} is not complete: {self._named(0)} {self._state(0)}")
+                return DeadlineExceededError.waiting_for(
+                    f"complete step {offer.step}", since_s=begun, hint=f"{self._named(0)} {self._state(0)}"
+                )
             self._wait(bell, deadline_ns)
 
     def _lost_leader(self, step: int) -> PeerLostError | None:
@@ -357,14 +361,17 @@ class Meeting:
             self._ring()
 
     def _until(self, is_done: Callable[[], bool], deadline_ns: int) -> None:
+        begun = time.monotonic()
         while True:
             bell = self._look()
             if is_done():
                 return
             if time.monotonic_ns() >= deadline_ns:
-                raise DeadlineExceededError(
-                    f"{owner_of(self._channel.decision_path) or 'another part'} is deciding about this version and "
-                    f"does not end; look at LATEST of {self._channel.path} for what became of it"
+                raise DeadlineExceededError.waiting_for(
+                    "decision about this version",
+                    since_s=begun,
+                    hint=f"{owner_of(self._channel.decision_path) or 'another part'} is deciding; look at LATEST of "
+                    f"{self._channel.path} for what became of it",
                 )
             self._wait(bell, deadline_ns)
 

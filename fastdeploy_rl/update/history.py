@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ConfigurationError, RequestError, StepFailedError
 from fastdeploy_rl.report import HistoryEntry
 
@@ -25,8 +26,7 @@ _log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 4 << 20
 MAX_LIMIT = 10_000
 DEFAULT_LIMIT = 20
-_LOCK_S = 1.0
-"""The lock is held for one line; whoever holds it longer stands still."""
+_LOCK_S = Deadlines.history_lock_s
 _LOOK_AGAIN_S = 0.001
 _MAX_READS = 3
 _TAIL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -17,6 +17,8 @@ class CommandKind(enum.IntEnum):
     UPDATE = 1
     CLEAR = 2
     RECOMPUTE = 3
+    RESTORE = 4
+    """The engine's own, after a rank died: every rank holds the committed version again."""
 
 
 class Outcome(enum.IntEnum):
@@ -38,7 +40,9 @@ class StepReport(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     """One rank's part. `stall_seconds`: from drain to the end of the commit, while no token could be made.
     `apply_mode` is the one asked for; `not_aliased` maps a parameter that was copied
-    although it asks to alias to the reason."""
+    although it asks to alias to the reason. `rollback`: the one of config.ROLLBACKS in force, known before anything is
+    touched; `rollback_bytes`: the engine's own memory held for it; `rollback_reason`: why another than asked for.
+    `kv` is "lost" where an undo left the KV cache empty."""
 
     rank: int
     steps: list[StepReport]
@@ -47,6 +51,10 @@ class RankReport(msgspec.Struct, frozen=True):
     aliased_bytes: int = 0
     copied_bytes: int = 0
     not_aliased: dict[str, str] = {}
+    rollback: str = ""
+    rollback_bytes: int = 0
+    rollback_reason: str = ""
+    kv: str = ""
     error: str = ""
 
 
@@ -70,10 +78,11 @@ class UpdateReport(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """One line: its fields name every tensor on every rank."""
         why = f": {self.reason.splitlines()[0]}" if self.reason else ""
+        rollback = f", rollback {self.rollback}" if self.rollback else ""
         return (
             f"{self.kind} {self.outcome}, version {self.version or 'none'} (was {self.previous_version or 'none'}), "
             f"{self.seconds:.3f} s, {self.stall_seconds * 1e3:.1f} ms of it without decoding, "
-            f"{self.aliased_bytes} bytes aliased, {self.copied_bytes} copied{why}"
+            f"{self.aliased_bytes} bytes aliased, {self.copied_bytes} copied{rollback}{why}"
         )
 
     @property
@@ -88,6 +97,23 @@ class UpdateReport(msgspec.Struct, frozen=True):
     def apply_mode(self) -> str:
         """That of the ranks, which share one; empty where the command had none."""
         return next((rank.apply_mode for rank in self.ranks), "")
+
+    @property
+    def rollback(self) -> str:
+        """How the ranks could go back, where that is more than leaving the old weights in place: the policies in force
+        and what of the engine's own memory they take."""
+        policies = sorted({rank.rollback for rank in self.ranks if rank.rollback not in ("", "keep")})
+        held = sum(rank.rollback_bytes for rank in self.ranks)
+        return " and ".join(policies + ([f"keep ({held} bytes)"] if held else []))
+
+    @property
+    def rollback_reason(self) -> str:
+        """The first rank's reason for another policy than asked for, if it cost something."""
+        return next((rank.rollback_reason for rank in self.ranks if rank.rollback_bytes and rank.rollback_reason), "")
+
+    @property
+    def is_kv_lost(self) -> bool:
+        return any(rank.kv for rank in self.ranks)
 
     @property
     def not_aliased(self) -> dict[str, list[str]]:
@@ -122,6 +148,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     aliased_bytes: int = 0
     copied_bytes: int = 0
     not_aliased: dict[str, int] = {}
+    rollback: str = ""
     steps: dict[str, float] = {}
     content_digest: str = ""
     num_differing: int = 0
@@ -147,6 +174,7 @@ def history_entry(report: UpdateReport, port: int, now_s: float) -> HistoryEntry
         aliased_bytes=report.aliased_bytes,
         copied_bytes=report.copied_bytes,
         not_aliased={reason: len(names) for reason, names in reasons},
+        rollback=report.rollback,
         steps=_slowest_steps(report.ranks),
         content_digest=report.receipt.content_digest if report.receipt else "",
         num_differing=len(report.differing),

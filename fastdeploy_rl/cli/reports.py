@@ -23,6 +23,8 @@ def print_report(report: "UpdateReport", *, as_json: bool) -> None:
         aliased=megabytes(report.aliased_bytes) if report.aliased_bytes else "",
         copied=megabytes(report.copied_bytes) if report.copied_bytes else "",
         not_aliased="; ".join(f"{len(names)} x {reason} ({_few(names)})" for reason, names in reasons),
+        rollback=report.rollback + (f": {report.rollback_reason}" if report.rollback_reason else ""),
+        kv="lost" if report.is_kv_lost else "",
         content_digest=report.receipt.content_digest if report.receipt else "",
         reason=report.reason,
     )

@@ -72,6 +72,12 @@ class ArenaPair:
                 return
         raise SegmentError(f"no arena of {mapping.num_bytes} bytes at {mapping.address:#x} was handed out")
 
+    def trim(self) -> None:
+        """Returns the memory to the system that is not handed out. SegmentError while views of it are alive."""
+        for arena in self._arenas:
+            if not arena.is_acquired:
+                arena.unmap()
+
     def drop(self) -> None:
         """Returns the memory of both to the system, handed out or not. SegmentError while views of one are alive; that
         one then stays, and a later call drops it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import Fletcher4
+from fastdeploy_rl.errors import ChecksumMismatchError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.sources.base import StagedSource
@@ -61,3 +62,21 @@ def live_checksums(views: dict[str, TensorView], num_threads: int) -> dict[str, 
     """Reads every parameter's memory and sums it up; one read pass."""
     sums = transfer([whole(view) for view in views.values()], num_threads)
     return {name: Fletcher4(*live) for name, (_, live) in zip(views, sums, strict=True) if live is not None}
+
+
+def check_sums(found: dict[str, Fletcher4], expected: LiveWeights, rank: int) -> None:
+    """ChecksumMismatchError unless every parameter of `found` sums up to what the version has there."""
+    wrong = [name for name, sums in found.items() if sums != expected.live[name]]
+    if wrong:
+        raise ChecksumMismatchError(
+            f"rank {rank}, version {expected.version}: {len(wrong)} parameters do not hold the bytes that were staged, "
+            f"first {wrong[0]}; the memory of this machine is at fault, or a process wrote into it"
+        )
+
+
+def audit(live: LiveWeights, rank: int, num_threads: int) -> None:
+    """Reads all that is live, published memory included, in one pass; only reads, so the engine may decode meanwhile.
+
+    ChecksumMismatchError names rank, version and the first parameter that is not what was committed. The caller keeps
+    `live` from being released until it returns."""
+    check_sums(live_checksums(live.views, num_threads), live, rank)

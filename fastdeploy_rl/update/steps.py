@@ -1,34 +1,37 @@
 """The steps of an update, as data: what each does, and how it is undone.
 
 `resolve -> stage -> vote -> drain -> install -> verify -> rebuild_kv_cache -> recapture_graphs -> commit`. Metrics,
-traces, progress and fault tests walk the same list. `vote` and `commit` are where the ranks decide together, so they
-have nothing of their own to do here. A step returns the bytes it moved or read. Each undo restores, bitwise, what
-stood before its step and may find the step half done. Knows one rank; refuses to know the others."""
+traces, progress and fault tests walk the same list. `vote` is where the ranks decide together, so it has nothing of its
+own to do here. A step returns the bytes it moved or read. Each undo restores, bitwise, what stood before its step; it
+may find the step half done or not begun, and may be called again. Knows one rank; refuses to know the others."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fastdeploy_rl._native import Mapping, Region, transfer
-from fastdeploy_rl.checksum import ZERO, Fletcher4
-from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY, KEEP
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.checksum import ZERO
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY, KEEP, OFF, REFETCH
 from fastdeploy_rl.errors import (
-    ChecksumMismatchError,
     ConfigurationError,
     NoPublicationError,
     NotAliasableError,
+    SegmentError,
     StepFailedError,
+    TrainerError,
 )
 from fastdeploy_rl.lifecycle import UpdateEvent
-from fastdeploy_rl.manifest import ALIGNMENT, aligned
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
-from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
+from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
+from fastdeploy_rl.update.packing import packed, packed_bytes
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
+from fastdeploy_rl.update.way_back import FormerVersion, KeptBytes, NoWayBack, WayBack, restore
 from fastdeploy_rl.version import WeightVersion
 
 _NOT_IMMUTABLE = "the source's memory does not stay as it is"
@@ -54,13 +57,18 @@ class RankUpdate:
     plan: Plan | None = None
     staged: StagedSource | None = None
     arena: Mapping | None = None
-    """alias: engine memory for what cannot be aliased. copy onto live weights: the saved old bytes. copy onto nothing:
-    the new home."""
+    """alias: engine memory for what cannot be aliased. copy onto nothing: the new home. Else None."""
+    way_back: WayBack | None = None
+    """copy onto live weights: what is held to undo it."""
     not_aliased: dict[str, str] = field(default_factory=dict)
     """alias, auto: parameters that were copied all the same, and why."""
     new: LiveWeights | None = None
-    is_written: bool = False
-    """copy: the parameters' own memory may hold new bytes."""
+    is_installed: bool = False
+    """The parameters may lie in new memory, or hold new bytes."""
+    is_kv_rebuilt: bool = False
+    is_recaptured: bool = False
+    is_kv_lost: bool = False
+    """An undo emptied the old weights' KV cache."""
 
     @property
     def copies_in_place(self) -> bool:
@@ -108,7 +116,7 @@ def stage(update: RankUpdate) -> int:
             f"apply mode {update.apply_mode} needs a source whose memory stays as it is; use --apply-mode copy"
         )
     if update.copies_in_place:
-        _save_old_bytes(update)
+        update.way_back = _prepare_way_back(update)
     update.new = _stage_new_weights(update)
     return plan.read_bytes
 
@@ -125,24 +133,57 @@ def _refuse_copies(plan: Plan, version: WeightVersion) -> None:
 
 
 def unstage(update: RankUpdate) -> None:
+    """Lets everything go that this update took, each thing whatever becomes of the others; may be called again."""
+    if update.is_installed:
+        raise StepFailedError(f"rank {update.runner.rank}: what install needs to be undone stays until that is done")
     new, update.new = update.new, None
     update.not_aliased = {}
     if new is not None:
         new.views = {}
+    with contextlib.ExitStack() as releasing:
+        releasing.callback(_return_memory, update)
+        releasing.callback(_release_staged, update)
+        releasing.callback(_release_way_back, update)
+        releasing.callback(_release_arena, update)
+
+
+def _release_arena(update: RankUpdate) -> None:
     if update.arena is not None:
         update.arenas.release(update.arena)
         update.arena = None
+
+
+def _release_way_back(update: RankUpdate) -> None:
+    if update.way_back is not None:
+        update.way_back.release()
+        update.way_back = None
+
+
+def _release_staged(update: RankUpdate) -> None:
     if update.staged is not None:
         update.staged.release()
         update.staged = None
-        if update.apply_mode == COPY:
-            update.source.trim()  # between updates only the rank's own memory is mapped
 
 
-def _save_old_bytes(update: RankUpdate) -> None:
-    old = _known(update.old)
-    update.arena = update.arenas.acquire(_packed_bytes([view.num_bytes for view in old.views.values()]))
-    transfer(_copies(old.views, _packed_views(old.views, update.arena)), update.num_threads)
+def _return_memory(update: RankUpdate) -> None:
+    """What is kept only to be quicker next time: copying, a rank maps nothing but its own memory between updates; a
+    cleared one has no memory at all."""
+    if update.old is None:
+        update.arenas.trim()
+    if update.old is None or update.apply_mode == COPY:
+        update.source.trim()
+
+
+def _prepare_way_back(update: RankUpdate) -> WayBack:
+    old, reason = _known(update.old), ""
+    if update.rollback == OFF:
+        return NoWayBack()
+    if update.rollback == REFETCH:
+        try:
+            return FormerVersion.lease(old, update.source, update.plans, update.deadline_ns, update.num_threads)
+        except (TrainerError, SegmentError) as error:
+            reason = f"version {old.version} cannot be fetched again: {error}"
+    return KeptBytes.save(old, update.arenas, update.num_threads, reason)
 
 
 def _stage_new_weights(update: RankUpdate) -> LiveWeights:
@@ -173,8 +214,8 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
         # Published memory of which no byte is needed is let go: parameters without bytes must not lie there either.
         copied = {p.name: p for p in plan.parameters}
     if copied:
-        update.arena = update.arenas.acquire(_packed_bytes([p.num_bytes for p in copied.values()]))
-    offsets = dict(zip(copied, _packed([p.num_bytes for p in copied.values()]), strict=True))
+        update.arena = update.arenas.acquire(packed_bytes([p.num_bytes for p in copied.values()]))
+    offsets = dict(zip(copied, packed([p.num_bytes for p in copied.values()]), strict=True))
     return {
         p.name: TensorView(_known(update.arena), offsets[p.name], p.dtype, p.local_shape)
         if p.name in copied
@@ -195,22 +236,13 @@ def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: di
 def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
     """Reads back what was copied into engine memory: nobody
     else can write there, so this need not wait for `verify`."""
-    if update.copies_in_place or update.arena is None:
+    if update.arena is None:
         return
     copied = {name: view for name, view in new.views.items() if view.mapping is update.arena}
-    _check_sums(live_checksums(copied, update.num_threads), new, update.runner.rank)
+    check_sums(live_checksums(copied, update.num_threads), new, update.runner.rank)
 
 
-def _check_sums(found: dict[str, Fletcher4], new: LiveWeights, rank: int) -> None:
-    wrong = [name for name, sums in found.items() if sums != new.live[name]]
-    if wrong:
-        raise ChecksumMismatchError(
-            f"rank {rank}, version {new.version}: {len(wrong)} parameters do not hold the bytes that were staged, "
-            f"first {wrong[0]}; the memory of this machine is at fault, or a process wrote into it"
-        )
-
-
-# --- vote, commit: taken by the transaction together with the other ranks --------------------------
+# --- vote: taken by the transaction together with the other ranks ----------------------------------
 
 
 def agree(update: RankUpdate) -> int:
@@ -234,23 +266,29 @@ def drain(update: RankUpdate) -> int:
 
 def install(update: RankUpdate) -> int:
     new, plan = _known(update.new), _known(update.plan)
+    update.is_installed = True
     if not update.copies_in_place:
         update.runner.bind(new.views)
         return 0
-    update.is_written = True
-    _check_sums(_transfer(update, plan.parameters, new.views).live, new, update.runner.rank)
+    check_sums(_transfer(update, plan.parameters, new.views).live, new, update.runner.rank)
     return plan.copied_bytes + plan.aliased_bytes
 
 
 def uninstall(update: RankUpdate) -> None:
-    old = update.old
+    """Graphs hold for the addresses that are bound, so they too are brought back here and not before."""
+    if not update.is_installed:
+        return
+    old, runner = update.old, update.runner
     if old is None:
-        update.runner.unbind()
-    elif not update.copies_in_place:
-        update.runner.bind(old.views)
-    elif update.is_written:
-        transfer(_copies(_packed_views(old.views, _known(update.arena)), old.views), update.num_threads)
-        update.is_written = False
+        runner.unbind()
+    elif update.copies_in_place:
+        restore(_known(update.way_back), old, runner.rank, update.num_threads)
+    else:
+        runner.bind(old.views)
+        _check_bound(runner, old)
+    if old is not None and update.is_recaptured:
+        runner.recapture_graphs()
+    update.is_recaptured = update.is_installed = False
 
 
 # --- verify: what is bound is what was staged ------------------------------------------------------
@@ -259,42 +297,63 @@ def uninstall(update: RankUpdate) -> None:
 def verify(update: RankUpdate) -> int:
     """By place where memory cannot have changed since `stage` summed it up (leased or the engine's own); by reading
     back after a copy."""
-    new, bound = _known(update.new), update.runner.bound()
-    astray = [name for name, view in new.views.items() if name not in bound or not view.same_place(bound[name])]
-    if astray or len(bound) != len(new.views):
-        raise StepFailedError(
-            f"rank {update.runner.rank}: {len(astray)} parameters are not bound to version {new.version}, "
-            f"first {astray[:1]}"
-        )
+    new = _known(update.new)
+    _check_bound(update.runner, new)
     if not update.copies_in_place:
         return 0
-    _check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
+    check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
     return sum(view.num_bytes for view in new.views.values())
+
+
+def _check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
+    bound = runner.bound()
+    astray = [name for name, view in weights.views.items() if name not in bound or not view.same_place(bound[name])]
+    if astray or len(bound) != len(weights.views):
+        raise StepFailedError(
+            f"rank {runner.rank}: {len(astray)} parameters are not bound to version {weights.version}, "
+            f"first {astray[:1]}"
+        )
 
 
 # --- rebuild_kv_cache, recapture_graphs: what the engine derived from the old weights --------------
 
 
 def rebuild_kv_cache(update: RankUpdate) -> int:
+    update.is_kv_rebuilt = True
     update.runner.rebuild_kv_cache(_known(update.new).content_digest)
     return 0
 
 
 def restore_kv_cache(update: RankUpdate) -> None:
+    """An empty cache for the old weights: what it held is lost, and kept requests compute theirs anew."""
+    if not update.is_kv_rebuilt:
+        return
     if update.old is None:
         update.runner.drop_kv_cache()
     else:
+        update.is_kv_lost = True
         update.runner.rebuild_kv_cache(update.old.content_digest)
+    update.is_kv_rebuilt = False
 
 
 def recapture_graphs(update: RankUpdate) -> int:
+    update.is_recaptured = True
     update.runner.recapture_graphs()
     return 0
 
 
-def restore_graphs(update: RankUpdate) -> None:
+# --- commit: from here on tokens carry the new version ---------------------------------------------
+
+
+def name_version(update: RankUpdate) -> int:
+    update.runner.set_version(str(_known(update.new).version))
+    return 0
+
+
+def name_old_version(update: RankUpdate) -> None:
+    """Where nothing was live no token is made that could carry a version."""
     if update.old is not None:
-        update.runner.recapture_graphs()
+        update.runner.set_version(str(update.old.version))
 
 
 STAGING_STEPS = (
@@ -308,51 +367,10 @@ STALLING_STEPS = (
     UpdateStep("install", UpdateEvent.INSTALL, install, uninstall),
     UpdateStep("verify", UpdateEvent.VERIFY, verify, leave),
     UpdateStep("rebuild_kv_cache", UpdateEvent.REBUILD, rebuild_kv_cache, restore_kv_cache),
-    UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, restore_graphs),
-    UpdateStep("commit", UpdateEvent.COMMIT, agree, leave),
+    UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, leave),
+    UpdateStep("commit", UpdateEvent.COMMIT, name_version, name_old_version),
 )
 """At a decode boundary; the time from the first to the last is the stall."""
-
-
-# --- small geometry --------------------------------------------------------------------------------
-
-
-def _packed(sizes: list[int]) -> list[int]:
-    """Aligned offsets of tensors of these sizes, one after another."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end = aligned(end + size)
-    return offsets
-
-
-def _packed_bytes(sizes: list[int]) -> int:
-    return max(sum(map(aligned, sizes)), ALIGNMENT)
-
-
-def _packed_views(like: dict[str, TensorView], arena: Mapping) -> dict[str, TensorView]:
-    """The same tensors, packed into `arena`."""
-    offsets = _packed([view.num_bytes for view in like.values()])
-    return {
-        name: TensorView(arena, offset, view.dtype, view.shape)
-        for (name, view), offset in zip(like.items(), offsets, strict=True)
-    }
-
-
-def _copies(sources: dict[str, TensorView], targets: dict[str, TensorView]) -> list[Region]:
-    return [
-        Region(
-            source=view.mapping,
-            source_offset=view.offset,
-            source_stride=view.num_bytes,
-            rows=1,
-            row_bytes=view.num_bytes,
-            target=targets[name].mapping,
-            target_offset=targets[name].offset,
-            target_stride=view.num_bytes,
-        )
-        for name, view in sources.items()
-    ]
 
 
 _Value = TypeVar("_Value")

@@ -5,13 +5,14 @@ ranks decide: the manager calls `commit` or `undo` as the ranks decided. Invaria
 until `commit` begins, `undo` brings back, bitwise, what was live before."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.config import COPY
+from fastdeploy_rl.config import COPY, KEEP
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.plan.planner import LastPlan
@@ -21,6 +22,9 @@ from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
+from fastdeploy_rl.update.way_back import WayBack
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,16 +106,39 @@ class StepRunner:
             self.reports.append(StepReport(step=step.name, seconds=seconds, num_bytes=num_bytes))
 
     def undo(self) -> None:
-        """In reverse, each once; a step that cannot be undone does
-        not keep the others from it, and is raised at the end."""
-        with contextlib.ExitStack() as undoing:
-            for step in self._begun:
-                undoing.callback(self._undo, step)
-            self._begun = []
+        """In reverse. A step that cannot be undone does not keep the others from it; it stays to be undone by a later
+        call, and the first such error is raised at the end."""
+        errors = []
+        for step in reversed(list(self._begun)):
+            try:
+                self._undo(step)
+            except FastDeployRLError as error:
+                errors.append(error)
+            else:
+                self._begun.remove(step)
+        if errors:
+            raise errors[0]
 
     def _undo(self, step: UpdateStep) -> None:
         with as_step_failure(f"undo of {step.name}", self._update.runner.rank):
             step.undo(self._update)
+
+
+class _Rollback(NamedTuple):
+    """The policy in force, what of the engine's own memory it takes, and why it is not the one that was asked for."""
+
+    policy: str
+    num_bytes: int
+    reason: str
+
+
+def _rollback_in_force(update: RankUpdate) -> _Rollback:
+    way_back = update.way_back
+    if way_back is not None:
+        return _Rollback(way_back.policy, way_back.num_bytes, way_back.reason)
+    if update.rollback == KEEP:
+        return _Rollback(KEEP, 0, "")
+    return _Rollback(KEEP, 0, "nothing was live" if update.old is None else "a rebind leaves the old weights in place")
 
 
 class UpdateCommand:
@@ -127,50 +154,70 @@ class UpdateCommand:
         self._update = update
         self._steps = StepRunner(update, observer)
         self._is_aliasing = False
-        self._spent: StagedSource | None = None
+        self._spent: list[StagedSource | WayBack] = []
+        self._rollback = _Rollback("", 0, "")
 
     def stage(self) -> None:
         self._steps.run(STAGING_STEPS)
         new, staged = self._update.new, self._update.staged
         self._is_aliasing = new is not None and staged is not None and new.lies_in(staged)
+        self._rollback = _rollback_in_force(self._update)
+        _log.info(
+            "event=staged rank=%d version=%s rollback=%s rollback_bytes=%d rollback_reason=%r",
+            self._update.runner.rank,
+            self._update.version,
+            *self._rollback,
+        )
 
     def stall(self) -> None:
         self._steps.run(STALLING_STEPS[:-1])
 
     def commit(self) -> None:
-        self._steps.run(STALLING_STEPS[-1:])
-        new, old = self._update.new, self._state.live
+        """Where it raises, nothing has changed hands, and it may be called again."""
+        update, old = self._update, self._state.live
+        new = update.new
         if new is None:
             raise StepFailedError("commit of an update that was never staged")
-        self._state.runner.set_version(str(new.version))
+        self._steps.run(STALLING_STEPS[-1:])
         self._state.live = new
         if self._is_aliasing:
-            new.staged = self._update.staged
-        else:
-            self._spent = self._update.staged
-        if self._update.copies_in_place and old is not None:
-            # The parameters live where they lived; what was saved for the way back is free again.
-            new.arena, old.arena = old.arena, self._update.arena
-        else:
-            new.arena = self._update.arena
-        self._update.staged = self._update.arena = None
+            new.staged = update.staged
+        elif update.staged is not None:
+            self._spent.append(update.staged)
+        if update.way_back is not None:
+            self._spent.append(update.way_back)
+        new.arena = update.arena
+        if update.copies_in_place and old is not None:
+            new.arena, old.arena = old.arena, None  # the parameters live where they lived
+        update.staged = update.arena = update.way_back = None
+        update.is_installed = False
 
     def retire(self) -> None:
+        """What cannot be let go now a later call lets go."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._return_memory)
             stack.callback(self._release_spent)
             if self._update.old is not None:
                 self._update.old.release(self._state.arenas)
 
     def _release_spent(self) -> None:
-        if self._spent is not None:
-            self._spent.release()
-            self._spent = None
+        while self._spent:
+            self._spent[-1].release()
+            self._spent.pop()
+
+    def _return_memory(self) -> None:
+        """What is kept only to be quicker next time: unless parameters lie in published memory, its mappings; and where
+        memory is scarce, arenas."""
+        if not self._is_aliasing:
             self._state.source.trim()
+        if self._update.copies_in_place and self._update.rollback != KEEP:
+            self._state.arenas.trim()
 
     def undo(self) -> None:
         self._steps.undo()
 
     def abandon(self) -> None:
+        self._update.is_installed = False
         unstage(self._update)
 
     def report(self, error: str = "") -> RankReport:
@@ -186,6 +233,10 @@ class UpdateCommand:
             aliased_bytes=0 if is_copy else total - copied,
             copied_bytes=total if is_copy else copied,
             not_aliased=not_aliased,
+            rollback=self._rollback.policy,
+            rollback_bytes=self._rollback.num_bytes,
+            rollback_reason=self._rollback.reason,
+            kv="lost" if update.is_kv_lost else "",
             error=error,
         )
 
@@ -232,6 +283,7 @@ class ClearCommand(_PlainCommand):
     def __init__(self, state: RankState, deadline_ns: int) -> None:
         super().__init__(state)
         self._deadline_ns = deadline_ns
+        self._dropped: LiveWeights | None = None
 
     def stall(self) -> None:
         started = time.monotonic()
@@ -245,12 +297,16 @@ class ClearCommand(_PlainCommand):
         runner.abort_requests("the engine was cleared")
         runner.drop_kv_cache()
         runner.unbind()
-        self._state.live = None
-        if live is not None:
-            live.release(self._state.arenas)
+        self._state.live, self._dropped = None, live
+        self.abandon()
         self._state.arenas.drop()
         self._state.source.trim()
         self._note("clear", started, num_bytes)
+
+    def abandon(self) -> None:
+        if self._dropped is not None:
+            self._dropped.release(self._state.arenas)
+            self._dropped = None
 
 
 class RecomputeCommand(_PlainCommand):

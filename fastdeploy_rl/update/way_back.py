@@ -1,0 +1,159 @@
+"""The way back from a copy into live parameters: the old bytes, the channel that still has them, or none.
+
+Owns what is held for it between `stage` and the end of the update. Refuses to know when it is taken. Invariant:
+`restore` returns only when live memory, read back, sums up to what the old version's receipt says. A rebind needs none
+of this: there the old weights stay where they are."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from fastdeploy_rl._native import Mapping, transfer
+from fastdeploy_rl.config import KEEP, OFF, REFETCH
+from fastdeploy_rl.errors import ChecksumMismatchError, NoPublicationError, StepFailedError
+from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.plan.plan import Plan
+from fastdeploy_rl.plan.planner import LastPlan
+from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
+from fastdeploy_rl.update.packing import copies, packed_bytes, packed_views
+from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
+
+
+class WayBack(Protocol):
+    """What is held so that an overwritten version can be had again."""
+
+    policy: ClassVar[str]
+    """The one of config.ROLLBACKS that is in force."""
+    reason: str
+    """Why not the one that was asked for; empty where it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the engine's own that is held for it."""
+        ...
+
+    def write(self, old: LiveWeights, num_threads: int) -> None:
+        """Puts the old bytes into the parameters' memory, as far as they are to be had. May be called again."""
+        ...
+
+    def release(self) -> None:
+        """Lets go of what is held. Once it succeeded it does nothing."""
+        ...
+
+
+@dataclass
+class KeptBytes:
+    """`keep`: a copy of the old parameters in an arena of the engine's own."""
+
+    arenas: ArenaPair
+    arena: Mapping | None
+    views: dict[str, TensorView]
+    reason: str = ""
+    policy: ClassVar[str] = KEEP
+
+    @classmethod
+    def save(cls, old: LiveWeights, arenas: ArenaPair, num_threads: int, reason: str) -> "KeptBytes":
+        arena = arenas.acquire(packed_bytes([view.num_bytes for view in old.views.values()]))
+        try:
+            views = packed_views(old.views, arena)
+            transfer(copies(old.views, views), num_threads)
+            return cls(arenas, arena, views, reason)
+        except BaseException:
+            arenas.release(arena)
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.arena is None else self.arena.num_bytes
+
+    def write(self, old: LiveWeights, num_threads: int) -> None:
+        transfer(copies(self.views, old.views), num_threads)
+
+    def release(self) -> None:
+        self.views = {}
+        if self.arena is not None:
+            self.arenas.release(self.arena)
+            self.arena = None
+
+
+@dataclass
+class FormerVersion:
+    """`refetch`: the old version, leased in the channel until the update has ended."""
+
+    resolved: ResolvedPublication
+    plan: Plan
+    staged: StagedSource | None
+    reason: str = ""
+    policy: ClassVar[str] = REFETCH
+
+    @classmethod
+    def lease(
+        cls, old: LiveWeights, source: WeightSource, plans: LastPlan, deadline_ns: int, num_threads: int
+    ) -> "FormerVersion":
+        """Reads it once, so that it is known before anything is overwritten whether it can be had. TrainerError or
+        SegmentError where it cannot."""
+        resolved = source.resolve(old.version, deadline_ns=deadline_ns)
+        if resolved.manifest.content_digest != old.content_digest:
+            raise NoPublicationError(f"another publication has taken the place of version {old.version}")
+        plan = plans.make(resolved.manifest)
+        former = cls(resolved, plan, source.stage(resolved, plan, deadline_ns=deadline_ns))
+        try:
+            former.check(old, num_threads)
+        except BaseException:
+            former.release()
+            raise
+        return former
+
+    def check(self, old: LiveWeights, num_threads: int) -> None:
+        """NoPublicationError unless what would be written back is what is live."""
+        if self.staged is None or not self.staged.is_immutable:
+            raise NoPublicationError("the source's memory does not stay as it is")
+        if self._transfer({}, num_threads).live != old.live:
+            raise NoPublicationError(f"the channel does not hold the bytes of version {old.version} any more")
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def write(self, old: LiveWeights, num_threads: int) -> None:
+        self._transfer(old.views, num_threads)
+
+    def _transfer(self, homes: dict[str, TensorView], num_threads: int) -> Sums:
+        if self.staged is None:
+            raise StepFailedError("the former version was let go already")
+        return transfer_planned(self.plan.parameters, self.resolved.manifest, self.staged.segments, homes, num_threads)
+
+    def release(self) -> None:
+        if self.staged is not None:
+            self.staged.release()
+            self.staged = None
+
+
+@dataclass
+class NoWayBack:
+    """`off`: nothing is held, and what was overwritten is gone."""
+
+    reason: str = ""
+    policy: ClassVar[str] = OFF
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def write(self, old: LiveWeights, num_threads: int) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
+
+
+def restore(way_back: WayBack, old: LiveWeights, rank: int, num_threads: int) -> None:
+    """Brings the old bytes back and reads them; StepFailedError where they are not there in full."""
+    way_back.write(old, num_threads)
+    try:
+        check_sums(live_checksums(old.views, num_threads), old, rank)
+    except ChecksumMismatchError as error:
+        raise StepFailedError(
+            f"version {old.version} could not be brought back ({way_back.policy}): {error}"
+        ) from error

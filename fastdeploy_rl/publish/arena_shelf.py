@@ -3,20 +3,19 @@ memory lent to the trainer.
 
 Owns which row has which segment, and their making, growing and unlinking. What a dead publisher left is taken over as
 arenas. Refuses to know what a version is. Invariant: every segment's name stands in its row before the segment exists,
-so that none can be lost; an arena is only written between `begin_write` and `end_write` of its row; lent memory is
-never chosen as an arena.
+so that none can be lost; an arena is only written between `begin_write` and `end_write` of its row, and not before
+`on_change` was told; lent memory is never chosen as an arena.
 """
 
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, NoSpaceError, SegmentError
-from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
+from fastdeploy_rl.memory.shared_segment import SharedSegment, free_bytes, unlink_segment
 from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
 
 _log = logging.getLogger(__name__)
@@ -32,10 +31,20 @@ class ArenaInHand(NamedTuple):
 
 
 class ArenaShelf:
-    """All arenas of a channel that belong to publisher number `publisher`, in the hands of its one live process."""
+    """All arenas of a channel that belong to publisher number `publisher`, in the hands of its one live process.
+    `on_change` is told each row whose contents are about to be written over or to go."""
 
-    def __init__(self, table: LeaseTable, channel_key: str, epoch: int, max_arenas: int, publisher: int = 0) -> None:
+    def __init__(
+        self,
+        table: LeaseTable,
+        channel_key: str,
+        epoch: int,
+        max_arenas: int,
+        publisher: int,
+        on_change: Callable[[int], object],
+    ) -> None:
         self._table = table
+        self._on_change = on_change
         self._prefix = f"fastdeploy_rl.{os.getuid()}.{channel_key}.{epoch}.{publisher}"
         self._max_arenas = max_arenas
         self._segments: dict[int, SharedSegment] = {}
@@ -55,26 +64,34 @@ class ArenaShelf:
             if name and row not in self._segments and row not in self._lent:
                 self._take_over(row, name)
 
-    def trim(self, kept: Collection[int]) -> None:
-        """Unlinks surplus arenas (more than `max_arenas`) that nobody leases, and none of the `kept` rows."""
-        for row in sorted(self._segments):
+    def trim(self, kept: Collection[int], spared: Collection[int]) -> None:
+        """Unlinks surplus arenas (more than `max_arenas`) that nobody leases, and none of the `kept` rows; `spared`
+        ones last."""
+        for row in sorted(self._segments, key=lambda row: (row in spared, row)):
             if len(self._segments) > self._max_arenas and row not in kept and not self._table.begin_write(row):
+                self._on_change(row)
                 self._drop(row)
                 self._table.end_write(row)
 
-    @contextmanager
-    def writing(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> Iterator[ArenaInHand]:
-        """A free arena of at least `num_bytes`, to be filled inside the `with`; none of the `kept` rows.
+    def begin(self, num_bytes: int, kept: Collection[int], spared: Collection[int], deadline_ns: int) -> ArenaInHand:
+        """A free arena of at least `num_bytes`, to be filled until `end`; none of the `kept` rows, and one of the
+        `spared` only where no other is free or can be made.
 
         Waits for leases to be released: DeadlineExceededError naming the holders. NoSpaceError where it must grow and
         cannot, or where lent memory and `kept` rows are all there is.
         """
-        row = self._begin(num_bytes, kept, deadline_ns)
+        row = self._free_row(num_bytes, kept, spared, deadline_ns)
         try:
+            self._on_change(row)
             segment = self._fit(row, num_bytes)
-            yield ArenaInHand(row, segment.name, segment.mapping)
-        finally:
+        except BaseException:
             self._table.end_write(row)
+            raise
+        return ArenaInHand(row, segment.name, segment.mapping)
+
+    def end(self, row: int) -> None:
+        """The arena is filled, or given up."""
+        self._table.end_write(row)
 
     def lend(self, num_bytes: int) -> ArenaInHand:
         """A new segment for the trainer to write into for as long as the publisher lives; its row stays as between
@@ -95,9 +112,11 @@ class ArenaShelf:
         """Removes all segments but those of the `kept` rows from the channel.
         Memory goes when the last process that maps it lets go."""
         for row in [row for row in self._segments if row not in kept]:
+            self._on_change(row)
             self._table.withdraw(row)
             self._drop(row)
         for row in [row for row in self._lent if row not in kept]:
+            self._on_change(row)
             self._table.withdraw(row)
             # Arrays of the trainer lie in it: its mapping ends with the last of them.
             self._lent.pop(row).unlink()
@@ -125,21 +144,34 @@ class ArenaShelf:
             unlink_segment(name)
             self._table.withdraw(row)
 
-    def _begin(self, num_bytes: int, kept: Collection[int], deadline_ns: int) -> int:
+    def _free_row(self, num_bytes: int, kept: Collection[int], spared: Collection[int], deadline_ns: int) -> int:
+        # Memory for one more arena that is not there must not be what a publication fails for.
+        has_room = free_bytes() >= num_bytes
         own = [row for row in self._segments if row not in kept]
-        own.sort(key=lambda row: (self._segments[row].num_bytes < num_bytes, self._segments[row].num_bytes))
-        # The latest version counts once: one that was borrowed from a trainer that is gone may lie in several rows.
-        num_versions = len(own) + (len(own) < len(self._segments))
-        fresh = self._unused_rows() if num_versions < self._max_arenas else []
+        own.sort(key=lambda row: self._preference(row, num_bytes, spared if has_room else ()))
+        fresh = self._fresh_rows(len(own))
         if not own and not fresh:
             raise self._no_row()
-        for row in own + fresh:
+        last = [row for row in own if row in spared and has_room]
+        rows = [row for row in own if row not in last] + fresh + last
+        for row in rows:
             if not self._table.begin_write(row):
                 return row
         try:
             return self._table.wait_free(own or fresh, deadline_ns)
         except DeadlineExceededError as error:
             raise DeadlineExceededError(f"no free arena: {error}, or allow more arenas (max_arenas)") from None
+
+    def _preference(self, row: int, num_bytes: int, spared: Collection[int]) -> tuple[bool, bool, int]:
+        """Lowest first: one that is large enough, and no larger than needed."""
+        size = self._segments[row].num_bytes
+        return row in spared, size < num_bytes, size
+
+    def _fresh_rows(self, num_own: int) -> list[int]:
+        """Rows for one more arena, where there may be one; `num_own` hold others than the latest version."""
+        # The latest version counts once: one that was borrowed from a trainer that is gone may lie in several rows.
+        num_versions = num_own + (num_own < len(self._segments))
+        return self._unused_rows() if num_versions < self._max_arenas else []
 
     def _fit(self, row: int, num_bytes: int) -> SharedSegment:
         segment = self._segments.get(row)

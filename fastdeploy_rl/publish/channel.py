@@ -3,7 +3,7 @@
     EPOCH                                decimal text; counts publishers
     LOCK                                 flock of the live publisher
     LATEST                               JSON: version, file, file_digest
-    manifest-{version}-{digest16}.json   canonical bytes of the manifest
+    manifest-{version}-{digest16}.json   canonical bytes of a manifest: the latest, former ones while memory is intact
     LEASES                               table of arenas and their holders (publish/leases.py)
     holders/{token}.lock                 one per process that holds leases
 
@@ -26,7 +26,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,9 @@ from fastdeploy_rl.version import WeightVersion
 
 _MAX_LATEST_BYTES = 4096
 _MAX_EPOCH_BYTES = 32
-_MANIFEST_NAME = re.compile(r"manifest-[0-9]+\.[0-9]+-[0-9a-f]{16}\.json", re.ASCII)
+_MAX_ENTRIES = 10_000
+"""Of the directory; a publisher makes a few dozen, and who looks for one of its files looks at no more."""
+_MANIFEST_NAME = re.compile(r"manifest-([0-9]{1,19}\.[0-9]{1,19})-([0-9a-f]{16})\.json", re.ASCII)
 _LEFTOVER = re.compile(r"\.(EPOCH|LATEST|OUTCOME|LEASES|manifest-.*)\.[0-9a-z]+\.tmp", re.ASCII)
 _LEASES_OF = re.compile(r"LEASES\.([1-9][0-9]{0,3})", re.ASCII)
 
@@ -129,18 +132,40 @@ class Channel:
     def read_manifest(self, latest: Latest) -> Manifest:
         """The manifest that `latest` names, its bytes checked against
         the digest. FileNotFoundError when it was superseded."""
-        data = self.read(latest.file, manifests.MAX_BYTES)
-        digest = manifests.file_digest(data)
-        if digest != latest.file_digest:
-            raise ManifestError(
-                f"{self.path / latest.file} is not what was published: sha256 {digest}, expected {latest.file_digest}"
-            )
+        return self._read_checked(latest.file, latest.file_digest, latest.version, "LATEST")
+
+    def read_file(self, file: str) -> Manifest:
+        """The manifest in a file that `manifest_files` found. FileNotFoundError when it is gone, ManifestError when its
+        bytes or its version are not those of its name."""
+        match = _MANIFEST_NAME.fullmatch(file)
+        if match is None:
+            raise ManifestError(f"{file[:80]!r} is no manifest of a channel")
+        return self._read_checked(file, match[2], match[1], "its name")
+
+    def _read_checked(self, file: str, digest: str, version: str, said_by: str) -> Manifest:
+        """`digest`: the sha256 of the bytes, or how it begins."""
+        data = self.read(file, manifests.MAX_BYTES)
+        found = manifests.file_digest(data)
+        if found[: len(digest)] != digest:
+            raise ManifestError(f"{self.path / file} is not what was published: sha256 {found}, expected {digest}")
         manifest = manifests.decode(data)
-        if manifest.version != latest.version:
-            raise ManifestError(
-                f"{self.path / latest.file} is version {manifest.version}, but LATEST says {latest.version}"
-            )
+        if manifest.version != version:
+            raise ManifestError(f"{self.path / file} is version {manifest.version}, but {said_by} says {version}")
         return manifest
+
+    def manifest_files(self) -> list[str]:
+        """The names of all manifests, in no order; of a directory with more than 10,000 entries, of some."""
+        return [name for name in self._names() if is_manifest_file(name)]
+
+    def read_version(self, version: WeightVersion) -> Manifest | None:
+        """The manifest of a version, the latest or a former one; None when none is here."""
+        for name in self.manifest_files():
+            if name.startswith(f"manifest-{version}-"):
+                try:
+                    return self.read_file(name)
+                except FileNotFoundError:
+                    return None  # its memory is about to be used again
+        return None
 
     def read_publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
         """The latest version and its manifest, looking again where one is superseded in between. NoPublicationError
@@ -176,7 +201,7 @@ class Channel:
 
     def publishers(self) -> tuple[int, ...]:
         """Numbers above 0 of all processes that have, or left, a lease table here."""
-        found = (_LEASES_OF.fullmatch(entry.name) for entry in os.scandir(self.path))
+        found = (_LEASES_OF.fullmatch(name) for name in self._names())
         return tuple(sorted(int(match[1]) for match in found if match))
 
     # --- writing: under the channel's lock ---------------------------------------------------------
@@ -189,27 +214,32 @@ class Channel:
         self.replace("EPOCH", f"{epoch}\n".encode())
         return epoch
 
-    def write_publication(self, manifest: Manifest) -> Latest:
-        """Makes `manifest` the latest version: its file first, then `LATEST`, each whole or not at all. On an error
-        LATEST stands as it was."""
+    def write_manifest(self, manifest: Manifest) -> Latest:
+        """Writes the file of a manifest, whole or not at all; what `LATEST` has to say for it to be the latest."""
         data = manifests.encode(manifest)
         digest = manifests.file_digest(data)
         latest = Latest(manifest.version, f"manifest-{manifest.version}-{digest[:16]}.json", digest)
         self.replace(latest.file, data)
-        self.replace("LATEST", msgspec.json.encode(latest))
         return latest
 
-    def remove_superseded(self, latest: Latest | None) -> None:
-        """Removes every manifest but the one `latest` names, and what an interrupted writer left. Publisher 0 only: it
-        would take half written files from under the hands of another."""
-        kept = latest.file if latest else ""
-        self._remove(lambda name: bool(_LEFTOVER.fullmatch(name) or (_MANIFEST_NAME.fullmatch(name) and name != kept)))
+    def write_latest(self, latest: Latest) -> None:
+        """Makes a written manifest the latest. On an error LATEST stands as it was."""
+        self.replace("LATEST", msgspec.json.encode(latest))
+
+    def remove_superseded(self, kept: Collection[str]) -> None:
+        """Removes every manifest but the `kept` files, and what an interrupted writer left. Publisher 0 only: it would
+        take half written files from under the hands of another."""
+        self._remove(lambda name: bool(_LEFTOVER.fullmatch(name)) or (is_manifest_file(name) and name not in kept))
+
+    def remove_file(self, file: str) -> None:
+        """Removes one manifest, if it is there; nobody who looks for its version afterwards finds it."""
+        (self.path / file).unlink(missing_ok=True)
 
     def remove_latest(self) -> None:
-        """Takes the publication back: `LATEST` first, then the manifests."""
+        """Takes the publication back: `LATEST` first, then the manifests, of former versions too."""
         (self.path / "LATEST").unlink(missing_ok=True)
         self._sync_directory()
-        self._remove(lambda name: bool(_MANIFEST_NAME.fullmatch(name)))
+        self._remove(is_manifest_file)
 
     def remove_leftovers_of(self, publisher: int) -> None:
         """Removes the offer of one of several publishers, and what it left half written. Under its lock."""
@@ -218,9 +248,12 @@ class Channel:
         self._remove(lambda name: name.startswith(names) and name.endswith(".tmp"))
 
     def _remove(self, is_meant: Callable[[str], bool]) -> None:
-        for entry in list(os.scandir(self.path)):
-            if is_meant(entry.name):
-                Path(entry.path).unlink(missing_ok=True)
+        for name in [name for name in self._names() if is_meant(name)]:
+            (self.path / name).unlink(missing_ok=True)
+
+    def _names(self) -> Iterator[str]:
+        with os.scandir(self.path) as entries:
+            yield from (entry.name for entry in islice(entries, _MAX_ENTRIES))
 
     # --- files of a channel ------------------------------------------------------------------------
 
@@ -276,6 +309,17 @@ class Channel:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def is_manifest_file(name: str) -> bool:
+    """A publisher names its manifests so."""
+    return bool(_MANIFEST_NAME.fullmatch(name))
+
+
+def order_of(file: str) -> tuple[int, int]:
+    """Epoch and step in the name of a manifest's file: names sort by it as their versions do."""
+    epoch, step = file.split("-")[1].split(".")
+    return int(epoch), int(step)
 
 
 def _numbered(name: str, publisher: int) -> str:

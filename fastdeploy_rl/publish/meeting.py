@@ -35,8 +35,7 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
 from fastdeploy_rl.publish.channel import Channel, Latest
-from fastdeploy_rl.publish.contribution import Contribution, unite
-from fastdeploy_rl.version import WeightVersion
+from fastdeploy_rl.publish.contribution import Contribution
 
 _log = logging.getLogger(__name__)
 
@@ -122,17 +121,17 @@ class Meeting:
 
     # --- part 0 ------------------------------------------------------------------------------------
 
-    def lead(self, version: WeightVersion, own: Contribution, deadline_ns: int) -> Found:
-        """Publishes `own` and the offers of all other parts as one version. DeadlineExceededError names the parts that
-        did not come, PeerLostError one that died, TrainerError what does not fit together; LATEST is then what it
-        was."""
-        offers = self._await_offers(version.step, deadline_ns)
-        manifest = unite(version, [own, *(offer.contribution for offer in offers if offer.contribution)])
+    def gather(self, step: int, deadline_ns: int) -> list[Offer]:
+        """The offers of all other parts. DeadlineExceededError names the parts that did not come, PeerLostError one
+        that died, TrainerError one that publishes something else."""
+        return self._await_offers(step, deadline_ns)
+
+    @contextmanager
+    def deciding_about(self, offers: Sequence[Offer], deadline_ns: int) -> Iterator[None]:
+        """No part gives up its offer inside. PeerLostError for one that died or gave up before."""
         with self._deciding(deadline_ns):
             self._check_standing(offers)
-            latest = self._channel.write_publication(manifest)
-        self._ring()
-        return Found(manifest, latest)
+            yield
 
     def refuse(self, error: BaseException) -> None:
         """Tells all who wait with an offer that this round came to nothing."""

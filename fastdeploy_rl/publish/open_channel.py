@@ -1,42 +1,30 @@
 """A channel in the hands of one live publisher, between start and close: the life of its arenas and versions.
 
-Owns the locks of the process, its lease table and memory, and the order of a publication: check, find a place, copy and
-sum up, announce. Refuses to know tensors' frameworks. Invariant: until `LATEST` names the new version, the one before
-stands untouched; whatever fails, arenas are free again and borrowed memory is the trainer's again. What was published
-last is always read from `LATEST` itself, so that an interruption at any point leaves nothing to be remembered wrongly.
+Owns the locks of the process, its lease table and memory, and what it knows of the versions that stand; how one more
+gets there is publish/publication.py's. Refuses to know tensors. Invariant: what was published last is always read from
+`LATEST` itself, so that an interruption at any point leaves nothing to be remembered wrongly.
 """
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from functools import partial
 
-from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.errors import ChannelBusyError, ManifestError, SegmentError, VersionFormatError, VersionRegressError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
-from fastdeploy_rl.publish.arena_shelf import ArenaInHand, ArenaShelf
-from fastdeploy_rl.publish.arrangement import ArrangedTensor, Arrangement, Piece, in_arena
+from fastdeploy_rl.publish.arena_shelf import ArenaShelf
+from fastdeploy_rl.publish.arrangement import Arrangement
 from fastdeploy_rl.publish.channel import Channel, Latest
-from fastdeploy_rl.publish.contribution import Contribution, unite
-from fastdeploy_rl.publish.copying import OnProgress, copy_out
+from fastdeploy_rl.publish.former_versions import FormerVersions
 from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
 from fastdeploy_rl.publish.meeting import Found, Meeting, Part
-from fastdeploy_rl.publish.trainer_memory import LentMemory, Place
+from fastdeploy_rl.publish.publication import Prepared, Publication, PublishObserver, Surroundings, Wish, run
+from fastdeploy_rl.publish.trainer_memory import LentMemory
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
-
-
-class Wish(NamedTuple):
-    """What is to be published: how, until when, and whom to tell on the way."""
-
-    arrangement: Arrangement
-    step: int
-    is_borrowed: bool
-    deadline_ns: int
-    on_progress: OnProgress | None
 
 
 class OpenChannel:
@@ -50,16 +38,18 @@ class OpenChannel:
         meeting: Meeting,
         table: LeaseTable,
         shelf: ArenaShelf,
+        former: FormerVersions,
         epoch: int,
     ) -> None:
         self.channel = channel
         self.part = part
         self.shelf = shelf
-        self.memory = LentMemory(shelf, table)
+        self.memory = LentMemory(shelf, table, partial(former.withdraw, part.index))
         self.latest: Latest | None = None
         self._epoch = epoch
         self._meeting = meeting
         self._table = table
+        self._former = former
         self._latest_segments: tuple[Segment, ...] = ()
         self._checked: object = None
         self._lock = lock
@@ -75,13 +65,15 @@ class OpenChannel:
             stack.callback(table.close)
             table.create()
             epoch = channel.read_epoch() if part.index else channel.take_epoch()
-            shelf = ArenaShelf(table, channel.key, epoch, max_arenas, part.index)
+            former = FormerVersions(channel)
+            on_change = partial(former.withdraw, part.index)
+            shelf = ArenaShelf(table, channel.key, epoch, max_arenas, part.index, on_change)
             stack.callback(shelf.close)
             meeting = Meeting(channel, part)
             if part.count > 1:
                 stack.callback(meeting.close)
                 meeting.open()
-            opened = cls(channel, part, lock, meeting, table, shelf, epoch)
+            opened = cls(channel, part, lock, meeting, table, shelf, former, epoch)
             opened._begin()
             opened._resources = stack.pop_all()
         return opened
@@ -95,7 +87,7 @@ class OpenChannel:
         """Reads what stands now, and mends what an interruption left half done."""
         latest = self.channel.read_latest()
         if latest != self.latest:
-            self.latest, self._latest_segments = latest, self._segments_of(latest)
+            self._note(latest, self._segments_of(latest))
         self.shelf.reconcile()
 
     @contextmanager
@@ -111,21 +103,25 @@ class OpenChannel:
             self._tell(step, error)
             raise
 
-    def publish(self, wish: Wish) -> Manifest:
+    def publish(self, wish: Wish, observer: PublishObserver | None) -> Manifest:
         """Inside `telling_others`."""
-        self._check_in_place()
-        self.refresh()
-        version = self._next_version(wish.step)
-        self._check(wish.arrangement, version)
-        found = self._publish_borrowed(wish, version) if wish.is_borrowed else self._publish_copy(wish, version)
-        self.latest, self._latest_segments = found.latest, found.manifest.segments
-        self._tidy()
-        return found.manifest
+        around = Surroundings(
+            self.channel,
+            self.part,
+            self._table,
+            self.shelf,
+            self.memory,
+            self._meeting,
+            self._prepare,
+            self._conclude,
+        )
+        return run(Publication(around, wish), observer).manifest
 
     def close(self, keep: bool) -> None:
         with self._resources:
             if not self._lock.is_at_path:
-                self.shelf.unlink()  # the channel was removed: what stands there now is another publisher's
+                self._former.clear()  # the channel was removed: what stands there now is another publisher's
+                self.shelf.unlink()
                 return
             if self.part.index == 0 and self.part.count > 1:
                 self._meeting.await_acknowledged()
@@ -135,7 +131,7 @@ class OpenChannel:
                 return
             if self.part.index == 0 or self._kept_rows(self.part.index):
                 self.channel.remove_latest()
-                self.latest, self._latest_segments = None, ()
+                self._note(None, ())
             self.shelf.unlink()
             self._tidy()
 
@@ -158,18 +154,28 @@ class OpenChannel:
 
     def _begin(self) -> None:
         self.refresh()
-        self.shelf.trim(self._kept_rows(self.part.index))
-        if self.part.index == 0:
-            self.channel.remove_superseded(self.latest)
+        self._former.load(self.latest)
+        index = self.part.index
+        self.shelf.trim(self._kept_rows(index), self._former.rows_of_newest(index))
+        if index == 0:
             self._sweep_surplus_parts()
+            self._former.sweep(self.latest)
+
+    def _note(self, latest: Latest | None, segments: tuple[Segment, ...]) -> None:
+        """`LATEST` says so now; what it said before is a former version."""
+        if latest is None:
+            self._former.clear()
+        elif self.latest is not None and latest != self.latest:
+            self._former.add(self.latest.file, self._latest_segments)
+        self.latest, self._latest_segments = latest, segments
 
     def _tidy(self) -> None:
         """What is decided is not undone because something old cannot be removed yet: the next one tries again."""
         if self.part.index:
             return
         try:
-            self.channel.remove_superseded(self.latest)
             self._sweep_surplus_parts()
+            self._former.sweep(self.latest)
         except (OSError, ChannelBusyError) as error:
             _log.warning("channel=%s event=not_tidied reason=%s", self.channel.path, error)
 
@@ -190,7 +196,8 @@ class OpenChannel:
             table = LeaseTable(self.channel.leases_of(index), self.channel.holders_dir)
             table.open()
             stack.callback(table.close)
-            shelf = ArenaShelf(table, self.channel.key, self._epoch, NUM_ARENAS, index)
+            withdraw = partial(self._former.withdraw, index)
+            shelf = ArenaShelf(table, self.channel.key, self._epoch, NUM_ARENAS, index, withdraw)
             stack.callback(shelf.close)
             shelf.reconcile()
             num_bytes = shelf.num_bytes
@@ -213,7 +220,7 @@ class OpenChannel:
             _log.warning("channel=%s version=%s missing=%s", self.channel.path, latest.version, latest.file)
             return ()
 
-    # --- one publication ---------------------------------------------------------------------------
+    # --- what stands at both ends of a publication -------------------------------------------------
 
     def _tell(self, step: int, error: BaseException) -> None:
         try:
@@ -221,62 +228,17 @@ class OpenChannel:
         except (OSError, ManifestError) as untold:
             _log.warning("channel=%s part=%d event=untold reason=%s", self.channel.path, self.part.index, untold)
 
-    def _publish_copy(self, wish: Wish, version: WeightVersion) -> Found:
-        arrangement = wish.arrangement
-        kept = self._kept_rows(self.part.index)
-        with self.shelf.writing(arrangement.num_bytes, kept, wish.deadline_ns) as arena:
-            self._table.set_version(arena.row, str(version))
-            sums = copy_out(arrangement, arena.mapping, wish.on_progress)
-        segment = self._segment(arena, is_borrowed=False)
-        return self._announce(arrangement.contribution(self.part.index, [segment], in_arena, sums), wish, version)
+    def _prepare(self, wish: Wish) -> Prepared:
+        self._check_in_place()
+        self.refresh()
+        version = self._next_version(wish.step)
+        self._check(wish.arrangement, version)
+        index = self.part.index
+        return Prepared(version, self._kept_rows(index), self._former.rows_of_newest(index))
 
-    def _publish_borrowed(self, wish: Wish, version: WeightVersion) -> Found:
-        arrangement = wish.arrangement
-        places = self._places(arrangement.tensors)
-        rows = sorted({place.row for place in places.values()})
-        self.memory.check_owned(rows)
-        sums = copy_out(arrangement, None, wish.on_progress)
-        with self.memory.exporting(rows, str(version)):
-            return self._announce(self._borrowed_contribution(arrangement, rows, places, sums), wish, version)
-
-    def _places(self, tensors: Sequence[ArrangedTensor]) -> dict[str, Place]:
-        """One without bytes lies where another does: memory that is not published otherwise stays the trainer's."""
-        places: dict[str, Place] = {}
-        for tensor in sorted(tensors, key=lambda tensor: tensor.host.key.num_bytes, reverse=True):
-            if places and not tensor.host.key.num_bytes:
-                places[tensor.name] = next(iter(places.values()))
-            else:
-                places[tensor.name] = self.memory.locate(tensor.trainer_name, tensor.host)
-        return places
-
-    def _borrowed_contribution(
-        self, arrangement: Arrangement, rows: Sequence[int], places: dict[str, Place], sums: list[list[Fletcher4]]
-    ) -> Contribution:
-        def place(tensor: ArrangedTensor, piece: Piece) -> tuple[int, int]:
-            return rows.index(places[tensor.name].row), places[tensor.name].offset
-
-        segments = [self._segment(self.memory.segment(row), is_borrowed=True) for row in rows]
-        return arrangement.contribution(self.part.index, segments, place, sums)
-
-    def _segment(self, arena: ArenaInHand, is_borrowed: bool) -> Segment:
-        """Of an arena whose write has ended."""
-        return Segment(
-            kind="shm",
-            locator=arena.segment,
-            num_bytes=arena.mapping.num_bytes,
-            arena=arena.row,
-            generation=self._table.generation(arena.row),
-            publisher=self.part.index,
-            is_borrowed=is_borrowed,
-        )
-
-    def _announce(self, own: Contribution, wish: Wish, version: WeightVersion) -> Found:
-        if self.part.index:
-            return self._meeting.follow(wish.step, own, wish.deadline_ns)
-        if self.part.count > 1:
-            return self._meeting.lead(version, own, wish.deadline_ns)
-        manifest = unite(version, [own])
-        return Found(manifest, self.channel.write_publication(manifest))
+    def _conclude(self, found: Found) -> None:
+        self._note(found.latest, found.manifest.segments)
+        self._tidy()
 
     def _check(self, arrangement: Arrangement, version: WeightVersion) -> None:
         # A training loop publishes the same tensors again and again; checking them anew costs a twentieth of the copy.

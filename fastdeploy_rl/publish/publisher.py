@@ -25,7 +25,8 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.copying import OnProgress
 from fastdeploy_rl.publish.leases import NUM_ARENAS
 from fastdeploy_rl.publish.meeting import Part, checked_part
-from fastdeploy_rl.publish.open_channel import OpenChannel, Wish, deadline_ns, remove_unreadable
+from fastdeploy_rl.publish.open_channel import OpenChannel, deadline_ns, remove_unreadable
+from fastdeploy_rl.publish.publication import PublishObserver, Wish
 from fastdeploy_rl.publish.trainer_memory import TrainerMemory, Wanted
 from fastdeploy_rl.version import WeightVersion
 
@@ -70,9 +71,11 @@ class WeightPublisher:
 
     `channel`: a directory, made if missing; None for the default one. `deadline_s`: how long `publish` waits for
     engines to let go of old versions. `max_arenas` (2 to 16): how many versions may lie in shared memory at once.
-    Arenas are made when needed: two take turns while engines follow; the third is for when one does not, say because
-    it rejected the latest version and still holds the one before. `part`: (index, count) where `count` trainer
-    processes publish each version together; every one has a publisher of its own, and number 0 decides."""
+    Arenas are made when needed. Two take turns at least; from the third on, engines that roll back can have the version
+    before the latest as well, and one that does not follow keeps nobody waiting. Where /dev/shm has no room for one
+    more, those that are there are used. `part`: (index, count) where `count` trainer processes publish each version
+    together; every one has a publisher of its own, and number 0 decides. `observer` is told the steps of each
+    publication (publish/publication.py)."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class WeightPublisher:
         part: tuple[int, int] = (0, 1),
         deadline_s: float = 30.0,
         max_arenas: int = 3,
+        observer: PublishObserver | None = None,
     ) -> None:
         if not 2 <= max_arenas <= NUM_ARENAS:
             # One holds the latest version, which stands until the next is complete in another.
@@ -89,6 +93,7 @@ class WeightPublisher:
         self._part = checked_part(part)
         self._deadline_s = config.checked_deadline(deadline_s)
         self._max_arenas = max_arenas
+        self._observer = observer
         self._opened: OpenChannel | None = None
 
     def start(self) -> None:
@@ -161,7 +166,7 @@ class WeightPublisher:
                     f"borrowed tensors are published as they lie: layout 'full', got {layout!r:.80}"
                 )
             arrangement = arrange(_borrow_all(state_dict), layout, convention, shards)
-            manifest = opened.publish(Wish(arrangement, step, borrow, until_ns, on_progress))
+            manifest = opened.publish(Wish(arrangement, step, borrow, until_ns, on_progress), self._observer)
         seconds = time.monotonic() - began
         num_bytes = sum(tensor.num_bytes for tensor in manifest.tensors)
         _log.info(

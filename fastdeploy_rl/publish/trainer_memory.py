@@ -2,12 +2,11 @@
 
 Owns which arrays lie in which row of the lease table, and to whom a row belongs now. Such memory is either *the
 trainer's* (its row is being written: nobody can lease it) or *published* (engines may hold it; the trainer reads only).
-Refuses to know versions and files. Invariant: `exporting` hands the trainer's memory out, `take_back` is the only way
-back, and it takes everything or nothing.
+Refuses to know versions and files. Invariant: `export` hands the trainer's memory out, `take_back` is the only way back
+from a version that engines know, and it takes everything or nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,11 +70,12 @@ class Place(NamedTuple):
 
 
 class LentMemory:
-    """All memory that one publisher lent to its trainer."""
+    """All memory that one publisher lent to its trainer. `on_change` is told each row that the trainer gets back."""
 
-    def __init__(self, shelf: ArenaShelf, table: LeaseTable) -> None:
+    def __init__(self, shelf: ArenaShelf, table: LeaseTable, on_change: Callable[[int], object]) -> None:
         self._shelf = shelf
         self._table = table
+        self._on_change = on_change
         self._lent: dict[int, ArenaInHand] = {}
 
     def allocate(self, wanted: Wanted) -> TrainerMemory:
@@ -108,21 +108,18 @@ class LentMemory:
             "publisher.allocate(...), or publish a copy (borrow=False)"
         )
 
-    @contextmanager
-    def exporting(self, rows: Iterable[int], version: str) -> Iterator[None]:
-        """Publishes the rows, for good if the `with` ends well; else they are the trainer's again, unless an engine has
-        leased them already. The generation that stands for their contents is in the table inside the `with`."""
-        rows = tuple(rows)
-        try:
-            for row in rows:
-                self._table.set_version(row, version)
-                self._table.end_write(row)
-            yield
-        except BaseException:
-            for row in rows:
-                if not self._table.is_written(row):
-                    self._table.begin_write(row)
-            raise
+    def export(self, rows: Iterable[int], version: str) -> None:
+        """Publishes the rows: engines can lease them by the generation that is in the table from here on."""
+        for row in rows:
+            self._table.set_version(row, version)
+            self._table.end_write(row)
+
+    def take_in(self, rows: Iterable[int]) -> None:
+        """Undoes `export` of a version that engines were not told of: the rows are the trainer's again, unless an
+        engine has leased them already."""
+        for row in rows:
+            if not self._table.is_written(row):
+                self._table.begin_write(row)
 
     def check_owned(self, rows: Iterable[int]) -> None:
         """LifecycleError, naming the holders, unless all rows are the trainer's."""
@@ -150,6 +147,8 @@ class LentMemory:
                 if self._table.generation(row) == generation:
                     self._table.wait_free([row], deadline_ns)
                     taken.append(row)
+            for row in taken:
+                self._on_change(row)
         except BaseException as error:
             for row in taken:
                 self._table.cancel_write(row)

@@ -15,6 +15,7 @@ from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.publish.former_versions import is_standing
 from fastdeploy_rl.publish.leases import NUM_ARENAS, Holder, Lease, LeaseTable
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.version import WeightVersion
@@ -28,18 +29,26 @@ class IpcSource:
         self._channel = Channel(config.channel)
         self._resolved: tuple[Latest, Manifest] | None = None
         self._reader: _ChannelReader | None = None
-        self._former: list[_ChannelReader] = []
+        self._replaced: list[_ChannelReader] = []
         self._staged: list[IpcStaged] = []
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
-        """What `LATEST` names. NoPublicationError when nothing is
-        published, or, naming both, another version than asked for."""
+        """What `LATEST` names, or a former version whose memory is intact. NoPublicationError when nothing is published
+        or, naming the latest, when the version asked for cannot be had (any more)."""
         self._channel.check()
         latest, manifest = self._publication(deadline_ns)
         found = WeightVersion.parse(latest.version)
-        if version is not None and version != found:
-            raise NoPublicationError(f"version {version} is not to be had: {self._channel.path} has {found}")
-        return ResolvedPublication(found, manifest)
+        if version is None:
+            return ResolvedPublication(found, manifest)
+        wanted = manifest if version == found else self._former(version, found)
+        if wanted is None or not is_standing(self._channel, wanted.segments):
+            why = "its memory is its trainer's again" if version == found else f"{self._channel.path} has {found}"
+            raise NoPublicationError(f"version {version} is not to be had: {why}")
+        return ResolvedPublication(version, wanted)
+
+    def _former(self, version: WeightVersion, latest: WeightVersion) -> Manifest | None:
+        """None also for what is newer than the latest: nobody has announced that (yet)."""
+        return self._channel.read_version(version) if version < latest else None
 
     def _publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
         """What LATEST names; a manifest is decoded once, since its digest stands in LATEST."""
@@ -54,9 +63,9 @@ class IpcSource:
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceededError(f"no time left to stage version {resolved.version}")
         if self._reader is not None and not self._reader.is_current:
-            self._former.append(self._reader)  # what is leased there stays so until it is released
+            self._replaced.append(self._reader)  # what is leased there stays so until it is released
             self._reader = None
-        self._close_idle_former()
+        self._close_idle_replaced()
         if self._reader is None:
             self._reader = _ChannelReader.open(self._channel)
         staged = self._reader.stage(resolved.manifest)
@@ -65,7 +74,7 @@ class IpcSource:
 
     def trim(self) -> None:
         """Unmaps the segments that nobody uses now."""
-        self._close_idle_former()
+        self._close_idle_replaced()
         if self._reader is not None:
             self._reader.trim()
 
@@ -75,15 +84,15 @@ class IpcSource:
         while self._staged:
             self._staged[-1].release()
             self._staged.pop()
-        readers = [*self._former, *([self._reader] if self._reader else [])]
-        self._former, self._reader = [], None
+        readers = [*self._replaced, *([self._reader] if self._reader else [])]
+        self._replaced, self._reader = [], None
         for reader in readers:
             reader.close()
 
-    def _close_idle_former(self) -> None:
+    def _close_idle_replaced(self) -> None:
         """Lets go of channels that were replaced and from which nothing is staged any more."""
-        idle = [reader for reader in self._former if reader.is_idle]
-        self._former = [reader for reader in self._former if reader not in idle]
+        idle = [reader for reader in self._replaced if reader.is_idle]
+        self._replaced = [reader for reader in self._replaced if reader not in idle]
         for reader in idle:
             reader.close()
 

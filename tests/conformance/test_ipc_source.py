@@ -164,7 +164,7 @@ def test_a_channel_made_anew_is_followed_and_the_old_one_let_go(source: IpcSourc
         assert_holds(manifest, staged.segments, weights(step))
         staged.release()
     source.trim()
-    assert len(source._former) == 0
+    assert len(source._replaced) == 0
 
 
 def test_borrowed_memory_that_its_trainer_took_back_is_not_staged(

@@ -23,7 +23,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.plan.planner import make_plan
-from fastdeploy_rl.publish import open_channel
+from fastdeploy_rl.publish import publication
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource, IpcStaged
@@ -120,7 +120,7 @@ def write(channel: Path) -> None:
 
     with WeightPublisher(channel) as publisher:
         _say(f"published {publisher.publish(weights(1), step=1).version}")
-        open_channel.copy_out = stay  # type: ignore[assignment]
+        publication.copy_out = stay  # type: ignore[assignment]
         publisher.publish(weights(2), step=2)
 
 

@@ -31,7 +31,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.memory import shared_segment
 from fastdeploy_rl.plan.conventions import Convention, TensorRule, hugging_face
-from fastdeploy_rl.publish import copying, open_channel
+from fastdeploy_rl.publish import copying, publication
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 
@@ -405,10 +405,10 @@ def test_arenas_are_reused_and_grow_only_when_they_must(publisher: WeightPublish
     assert larger.locator in [segment.locator for segment in smaller]
 
 
-def test_superseded_manifests_are_removed(publisher: WeightPublisher, channel: Path) -> None:
+def test_only_manifests_whose_memory_is_intact_are_kept(publisher: WeightPublisher, channel: Path) -> None:
     for step in range(4):
         publisher.publish(weights(step), step=step)
-    assert [path.name for path in channel.glob("manifest-*")] == [json.loads(_latest(channel))["file"]]
+    assert sorted(path.name.split("-")[1] for path in channel.glob("manifest-*")) == ["1.2", "1.3"]
 
 
 # --- what is refused, and that nothing changed -----------------------------------------------------
@@ -465,7 +465,7 @@ def test_what_cannot_be_published_changes_nothing(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-@pytest.mark.parametrize("place", ["transfer", "before", "write_publication", "remove_superseded"])
+@pytest.mark.parametrize("place", ["transfer", "before", "write_manifest", "remove_superseded"])
 def test_a_publication_that_breaks_off_leaves_the_last_one_and_a_free_arena(
     publisher: WeightPublisher, channel: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], place: str
 ) -> None:
@@ -479,7 +479,7 @@ def test_a_publication_that_breaks_off_leaves_the_last_one_and_a_free_arena(
         if place == "transfer":
             patch.setattr(_native, "transfer", break_off)
         elif place == "before":
-            patch.setattr(open_channel, "copy_out", break_off)
+            patch.setattr(publication, "copy_out", break_off)
         else:
             patch.setattr(Channel, place, break_off)
         with pytest.raises(error, match="broke off"):

@@ -24,7 +24,7 @@ from fastdeploy_rl.errors import (
     TrainerError,
 )
 from fastdeploy_rl.memory import shared_segment
-from fastdeploy_rl.publish import open_channel
+from fastdeploy_rl.publish import publication
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.leases import LeaseTable
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
@@ -352,7 +352,7 @@ def test_a_slice_of_an_allocated_tensor_is_refused_by_name(publisher: WeightPubl
         publisher.publish({"t0": memory["t0"].reshape(-1)[3:]}, step=1, borrow=True)
 
 
-@pytest.mark.parametrize("place", ["copy_out", "write_publication"])
+@pytest.mark.parametrize("place", ["copy_out", "write_manifest"])
 def test_a_borrowed_publication_that_breaks_off_gives_the_memory_back(
     publisher: WeightPublisher,
     memory: TrainerMemory,
@@ -368,7 +368,7 @@ def test_a_borrowed_publication_that_breaks_off_gives_the_memory_back(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(open_channel if place == "copy_out" else Channel, place, break_off)
+        patch.setattr(publication if place == "copy_out" else Channel, place, break_off)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(memory, step=2, borrow=True)
     assert _latest(channel) == before

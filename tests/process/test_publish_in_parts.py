@@ -23,7 +23,7 @@ from fastdeploy_rl.errors import ChannelBusyError, ConfigurationError
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.channel import Channel, Latest
-from fastdeploy_rl.publish.contribution import Contribution
+from fastdeploy_rl.publish.contribution import Contribution, unite
 from fastdeploy_rl.publish.leases import LeaseTable
 from fastdeploy_rl.publish.meeting import Meeting
 from fastdeploy_rl.publish.meeting import Part as TrainerPart
@@ -428,7 +428,10 @@ def test_a_part_whose_offer_was_published_hears_nothing_of_what_befell_part_0_th
             table = LeaseTable(channel.leases_path, channel.holders_dir)
             table.create()
             table.close()
-            leader.lead(WeightVersion(1, 1), Contribution(0, "full", (), (), {}), time.monotonic_ns() + 10**10)
+            offers = leader.gather(1, time.monotonic_ns() + 10**10)
+            shares = [Contribution(0, "full", (), (), {}), *(offer.contribution for offer in offers)]
+            with leader.deciding_about(offers, time.monotonic_ns() + 10**10):
+                channel.write_latest(channel.write_manifest(unite(WeightVersion(1, 1), shares)))
             leader.refuse(OSError("broke off when all was done"))
             leader.close()
         return latest

@@ -28,6 +28,12 @@ def _manifest(version: str) -> Manifest:
     return build_manifest(version, "full", [segment], [tensor], {})
 
 
+def _publish(channel: Channel, manifest: Manifest) -> Latest:
+    latest = channel.write_manifest(manifest)
+    channel.write_latest(latest)
+    return latest
+
+
 def _deadline() -> int:
     return time.monotonic_ns() + 10**9
 
@@ -38,7 +44,7 @@ def _files(channel: Channel) -> set[str]:
 
 def test_a_channel_and_its_files_are_for_us_alone(channel: Channel) -> None:
     channel.take_epoch()
-    channel.write_publication(_manifest("1.1"))
+    _publish(channel, _manifest("1.1"))
     assert {path.stat().st_mode & 0o777 for path in (channel.path, channel.holders_dir)} == {0o700}
     assert {(channel.path / name).stat().st_mode & 0o777 for name in _files(channel)} == {0o600}
 
@@ -59,7 +65,7 @@ def test_looking_at_a_missing_channel_says_so_and_makes_nothing(tmp_path: Path) 
 
 def test_epochs_rise_across_publishers_and_past_the_latest_version(channel: Channel) -> None:
     assert [channel.take_epoch(), channel.take_epoch()] == [1, 2]
-    channel.write_publication(_manifest("7.1"))
+    _publish(channel, _manifest("7.1"))
     (channel.path / "EPOCH").unlink()
     assert channel.take_epoch() == 8
 
@@ -74,7 +80,7 @@ def test_an_epoch_that_is_no_number_is_refused_and_kept(channel: Channel, text: 
 
 def test_what_is_written_is_read_back(channel: Channel) -> None:
     manifest = _manifest("1.5")
-    latest = channel.write_publication(manifest)
+    latest = _publish(channel, manifest)
     assert channel.read_publication(_deadline()) == (latest, manifest)
     assert latest.file == f"manifest-1.5-{latest.file_digest[:16]}.json"
     assert hashlib.sha256((channel.path / latest.file).read_bytes()).hexdigest() == latest.file_digest
@@ -87,11 +93,11 @@ def test_an_empty_channel_has_nothing_published(channel: Channel) -> None:
 
 
 def test_superseded_manifests_and_leftovers_are_removed_and_strangers_kept(channel: Channel) -> None:
-    channel.write_publication(_manifest("1.1"))
-    latest = channel.write_publication(_manifest("1.2"))
+    _publish(channel, _manifest("1.1"))
+    latest = _publish(channel, _manifest("1.2"))
     (channel.path / ".LATEST.abc.tmp").touch()
     (channel.path / "notes.txt").touch()
-    channel.remove_superseded(latest)
+    channel.remove_superseded([latest.file])
     assert _files(channel) == {"LATEST", latest.file, "notes.txt"}
     channel.remove_latest()
     assert _files(channel) == {"notes.txt"}
@@ -101,7 +107,7 @@ def test_superseded_manifests_and_leftovers_are_removed_and_strangers_kept(chann
 def test_a_publication_that_cannot_be_written_leaves_the_old_one(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    before = channel.write_publication(_manifest("1.1"))
+    before = _publish(channel, _manifest("1.1"))
     rename = os.rename
 
     def broken(source: Path, target: Path) -> None:
@@ -111,7 +117,7 @@ def test_a_publication_that_cannot_be_written_leaves_the_old_one(
 
     monkeypatch.setattr(os, "rename", broken)
     with pytest.raises(NoSpaceError, match="No space left"):
-        channel.write_publication(_manifest("1.2"))
+        _publish(channel, _manifest("1.2"))
     assert channel.read_publication(_deadline())[0] == before
     assert not [name for name in _files(channel) if name.endswith(".tmp")]
 
@@ -135,7 +141,7 @@ def test_a_latest_that_no_publisher_writes_is_refused(channel: Channel, text: st
 
 
 def test_a_latest_that_is_a_symbolic_link_is_refused(channel: Channel, tmp_path: Path) -> None:
-    channel.write_publication(_manifest("1.1"))
+    _publish(channel, _manifest("1.1"))
     (channel.path / "LATEST").rename(tmp_path / "elsewhere")
     (channel.path / "LATEST").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ManifestError, match="cannot be read"):
@@ -143,7 +149,7 @@ def test_a_latest_that_is_a_symbolic_link_is_refused(channel: Channel, tmp_path:
 
 
 def test_a_manifest_whose_bytes_changed_is_refused(channel: Channel) -> None:
-    latest = channel.write_publication(_manifest("1.1"))
+    latest = _publish(channel, _manifest("1.1"))
     data = (channel.path / latest.file).read_bytes()
     (channel.path / latest.file).write_bytes(data.replace(b'"w"', b'"v"'))
     with pytest.raises(ManifestError, match="not what was published"):
@@ -151,13 +157,13 @@ def test_a_manifest_whose_bytes_changed_is_refused(channel: Channel) -> None:
 
 
 def test_a_manifest_of_another_version_is_refused(channel: Channel) -> None:
-    latest = channel.write_publication(_manifest("1.1"))
+    latest = _publish(channel, _manifest("1.1"))
     with pytest.raises(ManifestError, match=r"is version 1\.1, but LATEST says 1\.2"):
         channel.read_manifest(Latest("1.2", latest.file, latest.file_digest))
 
 
 def test_a_missing_manifest_is_no_publication(channel: Channel) -> None:
-    latest = channel.write_publication(_manifest("1.1"))
+    latest = _publish(channel, _manifest("1.1"))
     (channel.path / latest.file).unlink()
     with pytest.raises(NoPublicationError, match=r"1\.1-.* is missing"):
         channel.read_publication(_deadline())
@@ -166,12 +172,12 @@ def test_a_missing_manifest_is_no_publication(channel: Channel) -> None:
 def test_a_version_superseded_while_it_is_read_gives_the_newer_one(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel.write_publication(_manifest("1.1"))
+    _publish(channel, _manifest("1.1"))
     read_manifest = channel.read_manifest
 
     def superseded_first(latest: Latest) -> Manifest:
         if latest.version == "1.1":
-            channel.remove_superseded(channel.write_publication(_manifest("1.2")))
+            channel.remove_superseded([_publish(channel, _manifest("1.2")).file])
         return read_manifest(latest)
 
     monkeypatch.setattr(channel, "read_manifest", superseded_first)
@@ -180,7 +186,7 @@ def test_a_version_superseded_while_it_is_read_gives_the_newer_one(
 
 
 def test_latest_is_plain_json_for_other_tools(channel: Channel) -> None:
-    latest = channel.write_publication(_manifest("1.1"))
+    latest = _publish(channel, _manifest("1.1"))
     assert json.loads((channel.path / "LATEST").read_text()) == {
         "version": "1.1",
         "file": latest.file,

@@ -83,7 +83,7 @@ def test_people_get_the_same_in_lines_and_each_parameter_on_request(
 def test_the_latest_of_a_channel_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     channel = Channel(tmp_path / "channel")
     channel.open()
-    channel.write_publication(publication())
+    channel.write_latest(channel.write_manifest(publication()))
     code, text, _ = run(capsys, channel.path, "--tensor-parallel-size", 3)
     assert (code, text.partition(" for ")[0]) == (2, "")
     code, text, _ = run(capsys, channel.path, "--tensor-parallel-size", 2)

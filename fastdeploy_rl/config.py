@@ -105,6 +105,8 @@ class Deadlines:
     """After a publication's deadline: until whoever is deciding about it has written the decision down."""
     lock_s: float = 0.2
     """Until a lock that is only looked at by somebody who clears up is free again."""
+    store_s: float = 5.0
+    """One question to the store on which the ranks of several hosts meet; also who was first where two proposed."""
     history_lock_s: float = 1.0
     """Until the history file's lock is free: it is held for one line, so whoever holds it longer stands still."""
 

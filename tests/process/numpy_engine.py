@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -46,7 +46,8 @@ def held_bytes(spec: ParameterSpec, weights: dict[str, np.ndarray], rank: int, n
 
 
 class NumpyEngine:
-    """`num_ranks` workers around one board. The test process is the supervisor and owns board and collectives."""
+    """`num_ranks` workers around one board. The test process is the supervisor and owns board and collectives.
+    `errors`: where the workers' standard error goes, if not to ours."""
 
     def __init__(
         self,
@@ -58,12 +59,14 @@ class NumpyEngine:
         apply_mode: str = "auto",
         rollback: str = "keep",
         load_strategy: str = "ipc",
+        errors: IO[bytes] | None = None,
         update_s: float = 5.0,
     ) -> None:
         self.port = free_port()
         self.model = model
         self.num_ranks = num_ranks
         self.workers: list[subprocess.Popen[str]] = []
+        self._errors = errors
         self._config = {
             "port": self.port,
             "num_ranks": num_ranks,
@@ -101,6 +104,7 @@ class NumpyEngine:
             [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
 

@@ -43,6 +43,12 @@ class StagedSource(Protocol):
         parameters may alias it. False: it may be reused, copy it."""
         ...
 
+    def is_vouched(self) -> bool:
+        """Whether what `is_immutable` promised still holds: False once whoever promised it is gone, so that nobody
+        would know if the memory changed. Parameters must not stay in it then. Cheap enough to ask all the time, from
+        any thread; True for what holds no memory (any more)."""
+        ...
+
     def release(self) -> None:
         """Lets go of the memory, then of the claim on it. SegmentError while arrays or tensors over a segment are
         alive: then all stays held, and a later call releases it. A second release does nothing."""

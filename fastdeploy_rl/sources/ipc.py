@@ -1,17 +1,20 @@
 """Load strategy `ipc`: the publisher's shared memory on this machine, read where it lies.
 
-Owns this process's leases on a channel and its mappings of published segments. Copies nothing and checks no bytes
-(whoever reads them does, against the manifest). Invariant: nobody reads a segment before its lease is taken, nor after
-it is given back; a mapping may outlive the lease, unread, to be used again.
+Owns this process's leases on a channel, its mappings of published segments, and who vouches for them. Copies nothing
+and checks no bytes (whoever reads them does, against the manifest). Invariant: nobody reads a segment before its lease
+is taken, nor after it is given back; a mapping may outlive the lease, unread, to be used again.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Segment
+from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.publish.channel import Channel, Latest
@@ -97,18 +100,46 @@ class IpcSource:
             reader.close()
 
 
-class IpcStaged:
-    """Published segments, leased and mapped read-only. Immutable: parameters may alias them."""
+class Lender(NamedTuple):
+    """The trainer whose own memory some segments are: its lock, and who held that when we took our lease. None: nobody
+    did."""
 
-    is_immutable = True
+    lock: Path
+    owner: Owner | None
+
+    @classmethod
+    def at(cls, lock: Path) -> "Lender":
+        owner = owner_of(lock)
+        return cls(lock, owner if is_alive(lock) else None)
+
+    @property
+    def is_there(self) -> bool:
+        """The same as then: another one that took its place knows nothing of what it may still do."""
+        return self.owner is not None and is_alive(self.lock) and owner_of(self.lock) == self.owner
+
+
+class IpcStaged:
+    """Published segments, leased and mapped read-only. Immutable, so that parameters may alias them, unless they are
+    the memory of a trainer that is gone: from it nothing is known but that its bytes were right when they were read."""
 
     def __init__(
-        self, leases: list[Lease], segments: list[SharedSegment], keep: Callable[[SharedSegment], None]
+        self,
+        leases: list[Lease],
+        segments: list[SharedSegment],
+        lenders: tuple[Lender, ...],
+        keep: Callable[[SharedSegment], None],
     ) -> None:
         """`keep` takes a segment that is not needed any more."""
         self._leases = leases
         self._segments = segments
+        self._lenders = lenders
         self._keep = keep
+        self.is_immutable = self.is_vouched()
+
+    def is_vouched(self) -> bool:
+        """False for borrowed memory whose trainer has died, or closed its publisher, since it was staged or before.
+        What the publisher copied is vouched for by the lease alone."""
+        return self.is_released or all(lender.is_there for lender in self._lenders)
 
     @property
     def segments(self) -> tuple[Mapping, ...]:
@@ -154,8 +185,8 @@ class _ChannelReader:
         with ExitStack() as undo:
             leases = [self._lease(segment, undo) for segment in manifest.segments]
             segments = [self._map(segment, undo) for segment in manifest.segments]
+            staged = IpcStaged(leases, segments, self._lenders(manifest), self._keep)
             undo.pop_all()
-            staged = IpcStaged(leases, segments, self._keep)
         self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
         return staged
 
@@ -186,6 +217,10 @@ class _ChannelReader:
         names = {table.segment(row) for table in self._tables.values() for row in range(NUM_ARENAS)}
         for name in [name for name in self._kept if name not in names]:
             self._kept.pop(name).close()
+
+    def _lenders(self, manifest: Manifest) -> tuple[Lender, ...]:
+        publishers = sorted({segment.publisher for segment in manifest.segments if segment.is_borrowed})
+        return tuple(Lender.at(self._channel.lock_of(publisher)) for publisher in publishers)
 
     def _lease(self, segment: Segment, undo: ExitStack) -> Lease:
         if segment.arena >= NUM_ARENAS:

@@ -152,6 +152,9 @@ class FaultyStaged:
     def is_immutable(self) -> bool:
         return self._inner.is_immutable
 
+    def is_vouched(self) -> bool:
+        return self._inner.is_vouched()
+
     def release(self) -> None:
         self._begin_release()
         for mapping in self._copy or ():

@@ -106,6 +106,34 @@ class SourceSuite:
         with pytest.raises(NoPublicationError, match=rf"{missing}.*{published.version}"):
             source.resolve(missing, deadline_ns=soon())
 
+    def test_a_former_version_is_the_whole_one_or_is_refused(self, source: WeightSource, publisher: Publisher) -> None:
+        """A source keeps as many as it likes; those that it does keep can be had like the latest."""
+        versions = [publisher.publish(weights(step), step=step).version for step in range(6)]
+        for step, version in enumerate(versions[:-1]):
+            try:
+                resolved = source.resolve(version, deadline_ns=soon())
+            except NoPublicationError:
+                continue
+            staged = self._stage(source, resolved)
+            assert resolved.version == version
+            assert_holds(resolved.manifest, staged.segments, weights(step))
+            staged.release()
+        assert source.resolve(None, deadline_ns=soon()).version == versions[-1]
+
+    def test_a_version_beyond_the_latest_is_refused(self, source: WeightSource, publisher: Publisher) -> None:
+        published = publisher.publish(weights(1), step=5)
+        with pytest.raises(NoPublicationError):
+            source.resolve(WeightVersion(published.version.epoch, 6), deadline_ns=soon())
+
+    def test_what_is_staged_while_its_publisher_lives_is_vouched_for(
+        self, source: WeightSource, publisher: Publisher
+    ) -> None:
+        publisher.publish(weights(1), step=1)
+        staged = self._stage(source, source.resolve(None, deadline_ns=soon()))
+        assert staged.is_vouched()
+        staged.release()
+        assert staged.is_vouched()
+
     def test_what_was_superseded_before_it_was_staged_is_refused(
         self, source: WeightSource, publisher: Publisher
     ) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
-from fastdeploy_rl.config import BOARD_GRACE_S, checked_deadline
+from fastdeploy_rl.config import Deadlines, checked_deadline
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     DeadlineExceededError,
@@ -146,7 +146,7 @@ class BoardClient:
             self._board.write_plain(record, offset + 8)
             self._board.store(offset, self._word(SlotState.SUBMITTED))
             self._board.ring_doorbell()
-            self._await_outcome(offset, kind, deadline_s, deadline_ns)
+            self._await_outcome(offset, kind, deadline_ns)
             outcome = self._board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT)
             if outcome.outcome != Outcome.DONE:
                 raise from_wire(outcome.error, outcome.reason)
@@ -160,6 +160,7 @@ class BoardClient:
 
     def _claim(self, deadline_ns: int) -> int:
         what = "a request slot"
+        begun = time.monotonic()
         self._check_wanted(what)
         claimed: list[int] = []
 
@@ -172,9 +173,10 @@ class BoardClient:
             return False
 
         if not self._wait(try_slots, deadline_ns, what):
-            raise DeadlineExceededError(
-                f"port {self._port}: all {layout.NUM_REQUEST_SLOTS} request slots are taken ({self._claimants()}); "
-                "try again"
+            raise DeadlineExceededError.waiting_for(
+                f"free place for a request at port {self._port}",
+                since_s=begun,
+                hint=f"all {layout.NUM_REQUEST_SLOTS} request slots are taken ({self._claimants()}); try again",
             )
         return claimed[0]
 
@@ -185,13 +187,15 @@ class BoardClient:
         pids = Counter(owner.pid if (owner := owner_of(lock)) else "unknown" for lock in locks)
         return ", ".join(f"pid {pid}" + (f" x {count}" if count > 1 else "") for pid, count in pids.items())
 
-    def _await_outcome(self, offset: int, kind: CommandKind, deadline_s: float, deadline_ns: int) -> None:
+    def _await_outcome(self, offset: int, kind: CommandKind, deadline_ns: int) -> None:
+        begun = time.monotonic()
         finished = self._word(SlotState.FINISHED)
         what = f"the outcome of {kind.name.lower()}"
-        if not self._wait(lambda: self._board.load(offset) == finished, deadline_ns + int(BOARD_GRACE_S * 1e9), what):
-            raise DeadlineExceededError(
-                f"port {self._port}: no outcome of {kind.name.lower()} within {deadline_s} s; ranks: "
-                + ", ".join(f"{rank.rank} {rank.phase}" for rank in self._board.status().ranks)
+        last_ns = deadline_ns + int(Deadlines.outcome_s * 1e9)
+        if not self._wait(lambda: self._board.load(offset) == finished, last_ns, what):
+            phases = ", ".join(f"{rank.rank} {rank.phase}" for rank in self._board.status().ranks)
+            raise DeadlineExceededError.waiting_for(
+                f"outcome of {kind.name.lower()} at port {self._port}", since_s=begun, hint=f"ranks: {phases}"
             )
 
     def _wait(self, condition: Callable[[], bool], last_ns: int, what: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_rl.board.board import Leftovers
-from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.config import Deadlines, api_keys
 from fastdeploy_rl.engines.embedded.messages import Ready
 from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, serve
 from fastdeploy_rl.errors import FastDeployRLError
@@ -35,6 +35,7 @@ def main() -> int:
         board_port=settings["board_port"],
         log_dir=Path(settings["log_dir"]),
         worker_module="fake_worker",
+        api_keys=api_keys(),
     )
     config = dataclasses.replace(config, deadlines=Deadlines(stop_s=settings.get("stop_s", 10.0)))
     try:

@@ -45,7 +45,8 @@ class ArenaShelf:
     ) -> None:
         self._table = table
         self._on_change = on_change
-        self._prefix = f"fastdeploy_rl.{os.getuid()}.{channel_key}.{epoch}.{publisher}"
+        self._owned = f"fastdeploy_rl.{os.getuid()}.{channel_key}."
+        self._prefix = f"{self._owned}{epoch}.{publisher}"
         self._max_arenas = max_arenas
         self._segments: dict[int, SharedSegment] = {}
         self._lent: dict[int, SharedSegment] = {}
@@ -137,6 +138,10 @@ class ArenaShelf:
         )
 
     def _take_over(self, row: int, name: str) -> None:
+        if not name.startswith(self._owned):
+            _log.warning("arena=%d segment=%r event=foreign: this channel never made it", row, name)
+            self._table.withdraw(row)
+            return
         try:
             self._segments[row] = SharedSegment.attach(name, writable=True)
         except SegmentError as error:

@@ -33,13 +33,21 @@ from pathlib import Path
 import msgspec
 
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, NoSpaceError, SegmentError
+from fastdeploy_rl.errors import (
+    DeadlineExceededError,
+    ManifestError,
+    NoPublicationError,
+    NoSpaceError,
+    SegmentError,
+    VersionFormatError,
+)
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.version import WeightVersion
 
 _MAX_LATEST_BYTES = 4096
 _MAX_EPOCH_BYTES = 32
+_MAX_EPOCH_DIGITS = 18
 _MAX_ENTRIES = 10_000
 """Of the directory; a publisher makes a few dozen, and who looks for one of its files looks at no more."""
 _MANIFEST_NAME = re.compile(r"manifest-([0-9]{1,19}\.[0-9]{1,19})-([0-9a-f]{16})\.json", re.ASCII)
@@ -121,9 +129,11 @@ class Channel:
             return None
         try:
             latest = msgspec.json.decode(data, type=Latest)
-        except msgspec.DecodeError as error:
+            WeightVersion.parse(latest.version)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, VersionFormatError) as error:
             raise ManifestError(
-                f"{self.path / 'LATEST'} is malformed: {error}; take it away (fastdeploy-rl retire) and publish again"
+                f"{self.path / 'LATEST'} is malformed: {error!s:.500}; take it away (fastdeploy-rl retire) and publish "
+                "again"
             ) from error
         if not _MANIFEST_NAME.fullmatch(latest.file):
             raise ManifestError(f"{self.path / 'LATEST'} names {latest.file[:80]!r}, which is no manifest of a channel")
@@ -195,7 +205,7 @@ class Channel:
             text = self.read("EPOCH", _MAX_EPOCH_BYTES).strip()
         except FileNotFoundError:
             return 0
-        if not text.isdigit() or len(text) > 18:
+        if not text.isdigit() or len(text) > _MAX_EPOCH_DIGITS:
             raise SegmentError(f"{self.path / 'EPOCH'} holds {text!r}, not a number: use another channel")
         return int(text)
 
@@ -211,6 +221,10 @@ class Channel:
         latest = self.read_latest()
         published = WeightVersion.parse(latest.version).epoch if latest else 0
         epoch = max(self.read_epoch(), published) + 1
+        if len(str(epoch)) > _MAX_EPOCH_DIGITS:
+            raise SegmentError(
+                f"{self.path} is at epoch {epoch - 1}, which no publisher counted to: use another channel"
+            )
         self.replace("EPOCH", f"{epoch}\n".encode())
         return epoch
 

@@ -78,13 +78,17 @@ def unite(version: WeightVersion, contributions: Sequence[Contribution]) -> Mani
         for tensor in contribution.tensors:
             publisher, first = kinds.setdefault(tensor.name, (contribution.publisher, tensor))
             _check_kind(publisher, first, contribution.publisher, tensor)
-            shares.setdefault(tensor.name, []).extend(_shares(contribution.publisher, tensor, base))
+            shares.setdefault(tensor.name, []).extend(
+                _shares(contribution.publisher, tensor, base, len(contribution.segments))
+            )
     tensors = {name: _join(tensor, shares[name]) for name, (_, tensor) in kinds.items()}
     segments = [segment for contribution in contributions for segment in contribution.segments]
     return build_manifest(version, layouts.pop(), segments, list(tensors.values()), _aliases(contributions, tensors))
 
 
-def _shares(publisher: int, tensor: ContributedTensor, base: int) -> list[_Share]:
+def _shares(publisher: int, tensor: ContributedTensor, base: int, num_segments: int) -> list[_Share]:
+    if any(part.segment >= num_segments for part in tensor.parts):
+        raise TrainerError(f"{tensor.name!r:.600} lies in a segment that part {publisher} does not publish")
     return [
         _Share(publisher, p.start, p.stop, p.checksum, Part(base + p.segment, p.offset, p.start, p.stop))
         for p in tensor.parts

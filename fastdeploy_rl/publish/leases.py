@@ -11,6 +11,7 @@ whose lock its process holds: live holders never expire, those of dead processes
 finds them. The module refuses to know manifests. Invariant: bytes under a live lease never change.
 """
 
+import contextlib
 import os
 import secrets
 import struct
@@ -56,7 +57,7 @@ class HolderInfo(NamedTuple):
 
     def __str__(self) -> str:
         pid = self.owner.pid if self.owner else "unknown"
-        since = time.strftime("%H:%M:%S", time.localtime(self.taken_s))
+        since = time.strftime("%H:%M:%S", time.localtime(min(self.taken_s, time.time())))
         return f"pid {pid} (since {since}, {time.time() - self.taken_s:.1f} s ago) on version {self.version or '?'}"
 
 
@@ -109,6 +110,7 @@ class LeaseTable:
         self._holders_dir = holders_dir
         self._mapping: Mapping | None = None
         self._inode = 0
+        self._fd = -1
 
     # --- opening -----------------------------------------------------------------------------------
 
@@ -135,17 +137,19 @@ class LeaseTable:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise NoPublicationError(f"nothing was ever published here: {self.path} is missing") from error
+        except OSError as error:
+            raise SegmentError(f"{self.path} is no lease table: {error.strerror}") from error
         try:
             if os.fstat(fd).st_size < _TABLE_BYTES:
                 raise SegmentError(f"{self.path} is no lease table: {os.fstat(fd).st_size} bytes, not {_TABLE_BYTES}")
-            mapping = Mapping.map_fd(fd, _TABLE_BYTES, True)
+            if os.pread(fd, 16, 0) != struct.pack("<QQ", _MAGIC, _ABI):
+                raise SegmentError(f"{self.path} is no lease table of this version of fastdeploy_rl")
+            self._mapping = Mapping.map_fd(fd, _TABLE_BYTES, True)
             self._inode = os.fstat(fd).st_ino
-        finally:
+            self._fd = fd
+        except BaseException:
             os.close(fd)
-        if (_native.load_u64(mapping, 0), _native.load_u64(mapping, 8)) != (_MAGIC, _ABI):
-            mapping.close()
-            raise SegmentError(f"{self.path} is no lease table of this version of fastdeploy_rl")
-        self._mapping = mapping
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -153,21 +157,30 @@ class LeaseTable:
 
     @property
     def is_at_path(self) -> bool:
-        """False when the open table's file was removed, or replaced by another."""
+        """False when the open table's file was removed, replaced by another, or cut short."""
         try:
-            return os.stat(self.path).st_ino == self._inode
+            status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        return status.st_ino == self._inode and status.st_size >= _TABLE_BYTES
+
+    @property
+    def is_cut(self) -> bool:
+        """Somebody took the file's end away: whoever touched what was there would be killed (SIGBUS)."""
+        return self._mapping is not None and os.fstat(self._fd).st_size < _TABLE_BYTES
 
     def close(self) -> None:
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
+            os.close(self._fd)
 
     @property
     def _words(self) -> Mapping:
         if self._mapping is None:
             raise SegmentError(f"lease table {self.path} is not open")
+        if self.is_cut:
+            raise SegmentError(f"lease table {self.path} was cut short under those who use it: make the channel anew")
         return self._mapping
 
     # --- readers -----------------------------------------------------------------------------------
@@ -191,6 +204,8 @@ class LeaseTable:
         return Lease(self, arena, generation, slot, token)
 
     def release_slot(self, arena: int, slot: int, token: int) -> None:
+        if self.is_cut:
+            return  # there is nothing left to give back to
         _native.compare_exchange_u64(self._words, _slot(arena, slot), token, 0)
         _native.ring_bell(self._words, _BELL)
 
@@ -326,7 +341,8 @@ class LeaseTable:
                 yield token, _native.load_u64(self._words, offset + 8)
             else:
                 _native.compare_exchange_u64(self._words, offset, token, 0)
-                lock.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is no file there is nobody's lock, and in nobody's way
+                    lock.unlink()
 
 
 def _row(arena: int) -> int:

@@ -189,11 +189,16 @@ void CollectiveGroup::join() {
   uint64_t* joined = &header_->ranks[rank_].joined;
   uint64_t before = __atomic_load_n(joined, __ATOMIC_SEQ_CST);
   const uint64_t gate = header_->gate.load();
-  if (before >= generation_ || generation_of(gate) > generation_ ||
+  if (generation_of(gate) > generation_) {
+    throw MissingRanks{"generation " + std::to_string(generation_) + " cannot be joined: the group is at generation " +
+                           std::to_string(generation_of(gate)),
+                       {},
+                       generation_};
+  }
+  if (before >= generation_ ||
       !__atomic_compare_exchange_n(joined, &before, generation_, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
     throw std::invalid_argument("generation " + std::to_string(generation_) + " is not new: rank " +
-                                std::to_string(rank_) + " joined " + std::to_string(before) + ", the group is at " +
-                                std::to_string(generation_of(gate)));
+                                std::to_string(rank_) + " joined " + std::to_string(before));
   }
   // No step of our generation opens before we arrive at this one.
   step_ = step_of(raise_gate(header_, generation_));

@@ -4,11 +4,15 @@ One in each worker process. Its own thread follows the commands of the board and
 the engine's loop gives it the decode boundary at which all ranks swap. Rank 0 also runs the coordinator. Refuses to
 know models, requests and HTTP. Invariant: after `run`, the runner is bound to one complete version or to none.
 
+A rank that died is started again by whoever watches over the processes, and takes its old seat; the others meet it in
+a new generation of the collectives, which `rejoin` brings them into.
+
 In the engine's loop:
 
     rank 0:       number = manager.poll()            # never blocks
                   tell `number` to every rank with the next step
     every rank:   if number: manager.run(number)     # the stalled part: drain .. commit
+                  on PeerLostError of a collective: manager.rejoin(collectives), and on with the loop
 """
 
 import contextlib
@@ -24,33 +28,41 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.board import Board, rank_lock_path
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
     FastDeployRLError,
     LifecycleError,
+    PeerLostError,
     StepFailedError,
     wire_text,
 )
 from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
-from fastdeploy_rl.report import CommandKind, RankReport
+from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.cold_start import cold_weights, specs_digest
+from fastdeploy_rl.update.committed import committed_version
 from fastdeploy_rl.update.coordinator import Coordinator
-from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.update.live_weights import audit
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart, receipts_of
+from fastdeploy_rl.update.recovery import READY, STOPPED, TORN
 from fastdeploy_rl.update.steps import RankUpdate, UpdateStep
 from fastdeploy_rl.update.transaction import (
     ClearCommand,
+    KeepCommand,
     RankCommand,
     RankState,
     RecomputeCommand,
+    StepObserver,
     UpdateCommand,
     as_step_failure,
     rank_receipt,
@@ -64,14 +76,16 @@ _HEARTBEAT_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """`apply_mode`, `rollback`: one each of config.APPLY_MODES and ROLLBACKS, which say what they mean. `num_copy_threads`: threads of one rank's
-    copies and checksums."""
+    """`apply_mode`, `rollback`: one each of config.APPLY_MODES and ROLLBACKS, which say what they mean.
+    `num_copy_threads`: threads of one rank's copies and checksums. `is_restarted_on_death`: somebody starts a rank
+    again that died, or that is condemned on the board."""
 
     load_strategy: str
     apply_mode: str = AUTO
     deadlines: Deadlines = field(default_factory=Deadlines)
     num_copy_threads: int = 1
     rollback: str = KEEP
+    is_restarted_on_death: bool = False
 
     def __post_init__(self) -> None:
         if self.apply_mode not in APPLY_MODES:
@@ -107,8 +121,16 @@ class DynamicWeightManager:
     """See the module. `runner` is called on the engine's loop thread only, but for its constant `parameters`."""
 
     def __init__(
-        self, *, runner: ModelRunner, board: Board, rank: int, source: WeightSource, config: ManagerConfig
+        self,
+        *,
+        runner: ModelRunner,
+        board: Board,
+        rank: int,
+        source: WeightSource,
+        config: ManagerConfig,
+        observer: StepObserver | None = None,
     ) -> None:
+        """`observer` hears of the steps of updates on this rank, on the thread that carries them out."""
         self.rank = rank
         self._board = board
         self._source = source
@@ -125,6 +147,11 @@ class DynamicWeightManager:
         )
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
+        self._observer = observer
+        self._lock = OwnerLock(rank_lock_path(board.run_dir, rank))
+        self._last_command = 0
+        self._is_audited = True
+        self._overdue_ns = 0
         self._is_stopping = threading.Event()
         self._stager = threading.Thread(target=self._stage_commands, name="fastdeploy_rl-stager", daemon=True)
         self._fault = ""
@@ -133,18 +160,32 @@ class DynamicWeightManager:
 
     # --- life --------------------------------------------------------------------------------------
 
+    @property
+    def is_taking_over(self) -> bool:
+        """This process takes the seat of a rank that died."""
+        return self._rendezvous.own.incarnation > 1
+
+    def needs_cold_start(self) -> bool:
+        """The engine's weights are those that came with the model: `start` wants them. False where a rank takes over
+        and the engine is at another version, or at none: these come from the channel."""
+        if not self.is_taking_over:
+            return True
+        committed = committed_version(self._board, self._config.load_strategy)
+        return committed is not None and committed.is_cold
+
     def start(self, initial: InitialWeights | None) -> None:
-        """Takes this rank's seat at the board; on rank 0 returns when all ranks took theirs and the engine serves.
+        """Takes this rank's seat at the board; on rank 0 returns when all ranks took theirs and the engine serves, or,
+        where this process takes over from a dead rank 0, at once: then the engine serves when all ranks are whole.
 
         DeadlineExceededError names the ranks that did not come within `attach_s`."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock.acquire()
         if initial is not None:
             self._adopt(initial)
+        if self.is_taking_over:
+            self._take_over()
         else:
-            self._files.write_part(self.rank, 0, RankPart(RankReport(rank=self.rank, steps=[])))
-        self._rendezvous.show(phase="ready", version=str(initial.version) if initial else "")
-        if self.rank == 0:
-            self._start_coordinator()
+            self._take_seat()
         self._stager.start()
 
     def _adopt(self, initial: InitialWeights) -> None:
@@ -153,24 +194,46 @@ class DynamicWeightManager:
         self._state.live = live
         runner.rebuild_kv_cache(live.content_digest)
         runner.set_version(str(initial.version))
-        part = RankPart(RankReport(rank=self.rank, steps=[]), rank_receipt(self.rank, live, live.live))
-        self._files.write_part(self.rank, 0, part)
 
-    def _start_coordinator(self) -> None:
-        deadline_ns = time.monotonic_ns() + int(self._config.deadlines.attach_s * 1e9)
-        self._rendezvous.await_ranks(lambda record: record.phase == "ready", "start of the engine", deadline_ns)
-        self._coordinator = Coordinator(
+    def _take_seat(self) -> None:
+        live = self._state.live
+        receipt = None if live is None else rank_receipt(self.rank, live, live.live)
+        self._files.write_part(self.rank, 0, RankPart(receipt=receipt))
+        self._rendezvous.show(phase=READY, version=self._shown_version)
+        if self.rank == 0:
+            deadline_ns = time.monotonic_ns() + int(self._config.deadlines.attach_s * 1e9)
+            self._rendezvous.await_ranks(lambda record: record.phase == READY, "start of the engine", deadline_ns)
+            parts = [self._files.read_part(rank, 0) for rank in range(self._board.num_ranks)]
+            self._files.remove_command(0)
+            self._coordinator = self._new_coordinator()
+            self._coordinator.start(receipts_of(parts), specs_digest(self._state.runner.parameters()))
+
+    def _take_over(self) -> None:
+        """Of the present command this process knows nothing; whoever died in it has finished it."""
+        self._last_command = self._rendezvous.last_number()
+        self._files.write_part(self.rank, self._last_command, RankPart(is_reborn=True))
+        self._rendezvous.show(version=self._shown_version)
+        self._rendezvous.vote(self._last_command, Ballot.FINISHED, phase=READY)
+        self._rendezvous.mark_back()
+        _log.info("rank=%d event=taking_over after_command=%d", self.rank, self._last_command)
+        if self.rank == 0:
+            self._coordinator = self._new_coordinator()
+            self._coordinator.take_over(specs_digest(self._state.runner.parameters()))
+
+    @property
+    def _shown_version(self) -> str:
+        return str(self._state.live.version) if self._state.live is not None else ""
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
             board=self._board,
             rendezvous=self._rendezvous,
             source=self._source,
             load_strategy=self._config.load_strategy,
             deadlines=self._config.deadlines,
+            is_restarted_on_death=self._config.is_restarted_on_death,
             on_fault=self._note_fault,
         )
-        parts = self._files.read_parts(self._board.num_ranks, 0)
-        cold = [part.receipt for part in parts if part.receipt is not None]
-        self._files.remove_command(0)
-        self._coordinator.start(cold, specs_digest(self._state.runner.parameters()))
 
     def close(self) -> None:
         """Ends the threads, lets go of weights and leases; what goes wrong on the way is raised at the end. The runner
@@ -178,6 +241,8 @@ class DynamicWeightManager:
         self._is_stopping.set()
         self._board.abandon_waits()
         with contextlib.ExitStack() as stack:
+            stack.callback(self._lock.release)
+            stack.callback(self._rendezvous.show, phase=STOPPED)
             stack.callback(self._close_wake_fd)
             stack.callback(self._source.close)
             stack.callback(self._state.arenas.drop)
@@ -253,6 +318,22 @@ class DynamicWeightManager:
         _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
         return None
 
+    def rejoin(self, collectives: Collectives) -> None:
+        """After a PeerLostError of the collectives, and as a starting rank: a place in the present generation, when
+        there is one that is newer than this rank's own. DeadlineExceededError when none is within `rejoin_s`."""
+        deadline_ns = time.monotonic_ns() + int(self._config.deadlines.rejoin_s * 1e9)
+        while True:
+            own = collectives.generation
+            if not self._board.wait_until(lambda own=own: self._board.generation > own, deadline_ns):  # type: ignore[misc]
+                raise DeadlineExceededError(
+                    f"rank {self.rank}: no generation after {own} within {self._config.deadlines.rejoin_s} s: "
+                    f"ranks {sorted(self._board.lost_ranks())} died, and nobody started them again"
+                )
+            try:
+                return collectives.rejoin(self._board.generation)
+            except PeerLostError:
+                _log.info("rank=%d event=overtaken generation=%d", self.rank, collectives.generation)
+
     # --- the manager's thread ----------------------------------------------------------------------
 
     def _note_fault(self, reason: str) -> None:
@@ -268,17 +349,48 @@ class DynamicWeightManager:
             raise
 
     def _follow_commands(self) -> None:
-        last = 0
         while not self._is_stopping.is_set():
             record = self._rendezvous.await_command(
-                last, time.monotonic_ns() + _HEARTBEAT_NS, is_wanted=lambda: not self._replaced.empty()
+                self._last_command, self._next_look_ns(), is_wanted=lambda: not self._replaced.empty()
             )
             self._retire_replaced()
-            if record is None:
-                self._rendezvous.show()
-            elif not self._is_stopping.is_set():
-                last = record.number
+            if record is not None and not self._is_stopping.is_set():
+                self._last_command = record.number
                 self._stage(record)
+            elif record is None:
+                self._look_around()
+
+    def _next_look_ns(self) -> int:
+        heartbeat = time.monotonic_ns() + _HEARTBEAT_NS
+        return min(heartbeat, self._overdue_ns) if self._overdue_ns else heartbeat
+
+    def _look_around(self) -> None:
+        """Between commands."""
+        self._rendezvous.show()
+        if self._rendezvous.own.ballot == Ballot.FINISHED:
+            self._look_after_leader()
+            self._look_after_memory()
+
+    def _look_after_leader(self) -> None:
+        """Rank 0 looks after the others; that it follows a decision itself is for the next rank to see."""
+        if not self._overdue_ns or time.monotonic_ns() < self._overdue_ns:
+            return
+        self._overdue_ns = 0
+        leader = self._board.read_rank(0)
+        if (leader.command, leader.ballot) != (self._last_command, Ballot.FINISHED):
+            _log.error("rank=%d event=condemned silent_rank=0 command=%d", self.rank, self._last_command)
+            self._board.condemn(0)
+
+    def _look_after_memory(self) -> None:
+        """Aliased memory was read when it was staged, and not in the stall. Here it is read once more: whoever wrote
+        into it in between is noticed a moment later."""
+        live = self._state.live
+        if self._is_audited or live is None or live.staged is None:
+            return
+        self._is_audited = True
+        failure = self._attempt(lambda: audit(live, self.rank, self._config.num_copy_threads))
+        if failure is not None:
+            self._rendezvous.show(phase=TORN, reason=failure.text)
 
     def _retire_replaced(self) -> None:
         """The new version is live, whatever happens here: memory that somebody still looks at is only reported."""
@@ -304,30 +416,47 @@ class DynamicWeightManager:
 
     def _hand_over(self, handover: _Handover) -> None:
         """To the engine's loop; taken back when the deadline passes before it comes for it: then no rank can commit."""
+        self._overdue_ns = self._leader_overdue_ns(handover.record)
         self._handovers.put(handover)
         os.eventfd_write(self.wake_fd, 1)
-        if self._board.wait_until(self._handovers.empty, handover.record.deadline_ns):
-            return
-        try:
+
+        def is_over() -> bool:
+            return self._handovers.empty() or self._is_refused(handover.record)
+
+        self._board.wait_until(is_over, handover.record.deadline_ns)
+        with contextlib.suppress(queue.Empty):
             handover = self._handovers.get_nowait()
-        except queue.Empty:
-            return
-        late = _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
-        self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), late)
+            late = _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
+            self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), late)
+
+    def _leader_overdue_ns(self, record: CommandRecord) -> int:
+        """When rank 0 must have finished `record`; 0 on the ranks that do not look after it."""
+        is_watched = self.rank == 1 and self._config.is_restarted_on_death
+        return record.deadline_ns + int(2 * self._config.deadlines.finish_s * 1e9) if is_watched else 0
+
+    def _is_refused(self, record: CommandRecord) -> bool:
+        """A rank died, or ran out of time: there is nothing to wait for any more."""
+        try:
+            return self._rendezvous.decided(Question.COMMIT, record.number) is Decision.NO
+        except LifecycleError:
+            return True
 
     def _prepare_files(self, record: CommandRecord, command: RankCommand) -> None:
         receipt = command.receipt()
         self._files.reserve_part(self.rank, record.number, RankPart(command.report(), receipt))
         if receipt is not None:
-            self._files.write_staged(self.rank, record.number, receipt)
+            self._files.write_staged(self.rank, record.number, RankPart(command.report(), receipt))
 
     def _command(self, record: CommandRecord) -> RankCommand:
         if record.kind == CommandKind.CLEAR:
             return ClearCommand(self._state, record.deadline_ns)
         if record.kind == CommandKind.RECOMPUTE:
             return RecomputeCommand(self._state)
+        version, live = WeightVersion(record.epoch, record.step), self._state.live
+        if record.kind == CommandKind.RESTORE and live is not None and live.version == version:
+            return KeepCommand(self._state, record.deadline_ns)
         update = RankUpdate(
-            version=WeightVersion(record.epoch, record.step),
+            version=version,
             content_digest=record.content_digest,
             deadline_ns=record.deadline_ns,
             runner=self._state.runner,
@@ -337,7 +466,7 @@ class DynamicWeightManager:
             apply_mode=self._config.apply_mode,
             rollback=self._config.rollback,
             num_threads=self._config.num_copy_threads,
-            old=self._state.live,
+            old=live,
         )
         return UpdateCommand(self._state, update, self)
 
@@ -346,9 +475,12 @@ class DynamicWeightManager:
         self._rendezvous.show(phase=step.name)
         if self._coordinator is not None:
             self._coordinator.state.begin(step.event)
+        if self._observer is not None:
+            self._observer.begin(step, update)
 
     def end(self, step: UpdateStep, update: RankUpdate) -> None:
-        return None
+        if self._observer is not None:
+            self._observer.end(step, update)
 
     # --- both threads, one after the other ---------------------------------------------------------
 
@@ -382,7 +514,8 @@ class DynamicWeightManager:
         )
         if is_committed:
             self._replaced.put(command)
-        version = str(self._state.live.version) if self._state.live is not None else ""
+            self._is_audited = False
+        version = self._shown_version
         outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
         self._attempt(lambda: self._files.write_part(self.rank, record.number, part))
         self._rendezvous.show(version=version)

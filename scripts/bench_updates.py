@@ -73,7 +73,7 @@ def numpy_engine(channel: Path, apply_mode: str) -> Iterator[int]:
         "specs": msgspec.to_builtins([ParameterSpec(name, "BF16", shape, None) for name, shape in shapes().items()]),
         "seed": -1,
         "apply_mode": apply_mode,
-        "update_s": 30.0,
+        "deadlines": {"update_s": 30.0},
         "num_copy_threads": config.num_copy_threads(),
     }
     with ExitStack() as stack:

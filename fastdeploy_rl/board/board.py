@@ -1,7 +1,7 @@
 """One mapped board: typed reads and writes of its records and words, and waiting for them to change.
 
-Owns sequence locks, bells and the life of the segments. Refuses to know what a command does. Invariant: each record
-has one writer process; whoever stores something that others may wait for rings the bell afterwards."""
+Owns records in two copies, bells and the life of the segments. Refuses to know what a command does. Invariant: each
+record has one writer process; whoever stores something that others may wait for rings the bell afterwards."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.legacy import create_words, unlink_words
-from fastdeploy_rl.config import runtime_dir
+from fastdeploy_rl.config import Deadlines, runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.owner_lock import Owner, OwnerLock, is_alive, owner_of
@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 _Record = TypeVar("_Record", bound=NamedTuple)
 _LOOK_AGAIN_NS = 200_000_000
 """A waiter looks at its condition this often even if no bell rings: a writer may die between store and bell."""
-_READ_DEADLINE_NS = 2_000_000_000
+_READ_RANK_S = 0.002
+"""A rank's slot that cannot be read for so long counts as silent; whoever waits for its vote looks again."""
 _SPINS_BEFORE_YIELD = 100
 
 
@@ -45,6 +46,11 @@ class Leftovers(NamedTuple):
 
     def __str__(self) -> str:
         return f"of a dead engine ({self.owner or 'unknown'}): {', '.join(self.names)}"
+
+
+def rank_lock_path(run_dir: Path, rank: int) -> Path:
+    """The lock that a rank's process holds while it lives."""
+    return run_dir / "ranks" / f"{rank}.lock"
 
 
 def board_name(port: int) -> str:
@@ -141,33 +147,36 @@ class Board:
 
     # --- records -----------------------------------------------------------------------------------
 
-    def read(self, record: type[_Record], offset: int) -> _Record:
-        """A consistent copy of a sequence-locked record.
-        DeadlineExceededError where its writer stays inside a write."""
-        size = layout.record_bytes(record)
-        deadline_ns = time.monotonic_ns() + _READ_DEADLINE_NS
+    def read(self, record: type[_Record], offset: int, within_s: float = Deadlines.read_s) -> _Record:
+        """The record that its writer wrote last. DeadlineExceededError where something else wrote there, or the writer
+        overtakes this reader for longer than `within_s`."""
+        deadline_ns = time.monotonic_ns() + int(within_s * 1e9)
         for attempt in _attempts(deadline_ns):
-            before = _native.load_u64(self.mapping, offset)
-            if before % 2 == 0:
-                with memoryview(self.mapping) as view:
-                    data = bytes(view[offset + 8 : offset + 8 + size])
-                if _native.load_u64(self.mapping, offset) == before:
-                    return layout.unpack(record, data)
+            data = self._read_copy(record, offset)
+            if data is not None:
+                return layout.unpack(record, data)
             if attempt > _SPINS_BEFORE_YIELD:
                 os.sched_yield()
         raise DeadlineExceededError(
-            f"port {self.port}: {record.__name__} at {offset:#x}: its writer died or stands still inside a write"
+            f"port {self.port}: {record.__name__} at {offset:#x} could not be read within {within_s} s: "
+            "another process wrote there"
         )
 
+    def _read_copy(self, record: type, offset: int) -> bytes | None:
+        """None where the copy was overwritten meanwhile, or is not what its writer wrote."""
+        counter = _native.load_u64(self.mapping, offset)
+        start = offset + layout.copy_offset(record, counter)
+        with memoryview(self.mapping) as view:
+            copy = bytes(view[start : start + layout.CHECKSUM_BYTES + layout.record_bytes(record)])
+        return layout.checked(copy) if _native.load_u64(self.mapping, offset) == counter else None
+
     def write(self, record: NamedTuple, offset: int) -> None:
-        """Stores a sequence-locked record and rings the bell. Only the record's one writer process may call this."""
+        """Stores a record and rings the bell. Only the record's one writer process may call this."""
         with self._writing:
-            counter = (
-                _native.load_u64(self.mapping, offset) | 1
-            )  # an odd counter was left by a dead writer: this write mends it
-            _native.store_u64(self.mapping, offset, counter)
-            self._store_bytes(record, offset + 8)
-            _native.store_u64(self.mapping, offset, counter + 1)
+            counter = _native.load_u64(self.mapping, offset) + 1
+            start = offset + layout.copy_offset(type(record), counter)
+            self._store_bytes(layout.with_checksum(layout.pack(record)), start)
+            _native.store_u64(self.mapping, offset, counter % (1 << 64))
         self.ring()
 
     def read_plain(self, record: type[_Record], offset: int) -> _Record:
@@ -176,10 +185,9 @@ class Board:
             return layout.unpack(record, bytes(view[offset : offset + layout.record_bytes(record)]))
 
     def write_plain(self, record: NamedTuple, offset: int) -> None:
-        self._store_bytes(record, offset)
+        self._store_bytes(layout.pack(record), offset)
 
-    def _store_bytes(self, record: NamedTuple, offset: int) -> None:
-        data = layout.pack(record)
+    def _store_bytes(self, data: bytes, offset: int) -> None:
         with memoryview(self.mapping) as view:
             view[offset : offset + len(data)] = data
 
@@ -231,10 +239,56 @@ class Board:
         self.ring()
         self.ring_doorbell()
 
+    # --- lost ranks --------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        return self.load(layout.GENERATION_OFFSET)
+
+    def advance_generation(self) -> int:
+        """Whoever starts a rank again counts first; returns the new generation."""
+        return _native.add_u64(self.mapping, layout.GENERATION_OFFSET, 1)
+
+    def lost_ranks(self) -> frozenset[int]:
+        """Those that died and are not back."""
+        return layout.ranks_in(self.load(layout.LOST_OFFSET))
+
+    def mark_lost(self, rank: int) -> None:
+        """For whoever saw that rank die. What is undecided of the present command is decided: NO."""
+        self._set_bit(layout.LOST_OFFSET, rank, True)
+        for offset in (layout.INSTALL_DECISION_OFFSET, layout.COMMIT_DECISION_OFFSET):
+            word = self.load(offset)
+            if word & 3 == layout.Decision.OPEN:
+                self.exchange(offset, word, word | layout.Decision.NO)
+
+    def mark_back(self, rank: int) -> None:
+        """For the rank itself, when its slot says what it holds."""
+        self._set_bit(layout.LOST_OFFSET, rank, False)
+        self._set_bit(layout.CONDEMNED_OFFSET, rank, False)
+
+    def condemned_ranks(self) -> frozenset[int]:
+        """Those that whoever watches over the processes must kill, and start again."""
+        return layout.ranks_in(self.load(layout.CONDEMNED_OFFSET))
+
+    def condemn(self, rank: int) -> None:
+        """For a rank that another one keeps from going on or back."""
+        self._set_bit(layout.CONDEMNED_OFFSET, rank, True)
+
+    def _set_bit(self, offset: int, rank: int, is_set: bool) -> None:
+        while True:
+            word = self.load(offset)
+            wanted = word | 1 << rank if is_set else word & ~(1 << rank)
+            if word == wanted or self.exchange(offset, word, wanted) == word:
+                return
+
     # --- what an onlooker sees ---------------------------------------------------------------------
 
     def read_rank(self, rank: int) -> layout.RankRecord:
-        return self.read(layout.RankRecord, layout.rank_offset(rank))
+        """What that rank wrote last; UNREADABLE_RANK where that is not to be read now."""
+        try:
+            return self.read(layout.RankRecord, layout.rank_offset(rank), _READ_RANK_S)
+        except DeadlineExceededError:
+            return layout.UNREADABLE_RANK
 
     def status(self) -> EngineStatus:
         """The engine as its ranks wrote it down last."""
@@ -245,7 +299,7 @@ class Board:
             admission=record.admission or "starting",
             update=record.update or "idle",
             version=record.version,
-            content_digest=record.content_digest,
+            content_digest=record.content_digest if record.version else "",
             legacy_status=LegacyStatus(record.legacy_status).name,
             is_serving=bool(record.is_serving),
             reason=record.reason if record.admission else "the engine is starting",
@@ -291,7 +345,7 @@ def _reclaimed(port: int, dead: Owner | None, names: list[str]) -> Leftovers | N
 
 
 def _make_run_dir(run_dir: Path, history: Path | None) -> None:
-    for path in (run_dir, run_dir / "clients"):
+    for path in (run_dir, run_dir / "clients", run_dir / "ranks"):
         path.mkdir(mode=0o700)
     if history is not None:
         (run_dir / HISTORY).symlink_to(history.absolute())
@@ -345,6 +399,7 @@ def _write_header(mapping: _native.Mapping, port: int, num_ranks: int, run_dir: 
         (layout.NUM_RANKS_OFFSET, num_ranks),
         (layout.NONCE_OFFSET, secrets.randbits(63)),
         (layout.PORT_OFFSET, port),
+        (layout.GENERATION_OFFSET, 1),
         (layout.MAGIC_OFFSET, layout.MAGIC),  # last: whoever reads it finds the rest
     ):
         _native.store_u64(mapping, offset, value)

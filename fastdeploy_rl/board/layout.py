@@ -1,25 +1,29 @@
 """The bytes of the board `fastdeploy_rl_board.{port}`: offsets, records and words. Nothing here touches memory.
 
-    0x0000  header        magic, abi, num_ranks, nonce, port, the two bells, the ticket counter, run directory
-    0x1000  status        one sequence-locked record, written by rank 0 alone: what the engine is doing and serving
-    0x2000  command       one sequence-locked record, written by rank 0 alone, and the two decision words
+    0x0000  header        magic, abi, num_ranks, nonce, port, the two bells, the ticket counter, run directory; the
+                          generation of the ranks, which of them are lost, and which are condemned
+    0x1000  status        one record, written by rank 0 alone: what the engine is doing and serving
+    0x2000  command       one record, written by rank 0 alone, and the two decision words
     0x3000  requests      16 slots of 0x1000 bytes: a state word claimed by compare-and-swap, a request, an outcome
-    0x13000 ranks         one sequence-locked record of 0x1000 bytes for each rank, written by that rank alone
+    0x13000 ranks         one record in 0x2000 bytes for each rank, written by that rank alone
 
-Little-endian. A sequence-locked record is a u64 counter (odd while its writer writes) and the fields behind it. Text
-is UTF-8, cut to its field, NUL-padded. The native core offers words and futexes only and knows none of this, so this
-file is the one place that does."""
+Little-endian. A record is a u64 counter and two copies, each the CRC-32 of its fields as a u64 and the fields. The
+counter's lowest bit names the copy that holds; a writer fills the other one and counts up. So a writer that dies leaves
+the former record whole, and one flipped bit makes no vote. Text is UTF-8, cut to its field, NUL-padded. The native core
+offers words and futexes only and knows none of this, so this file is the one place that does."""
 
 import enum
 import struct
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
-ABI = 2
+ABI = 3
 MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
+RANK_BYTES = 0x2000
 
 MAGIC_OFFSET = 0x00
 ABI_OFFSET = 0x08
@@ -32,8 +36,15 @@ BELL_OFFSET = 0x30
 """i32: rung after every store that somebody of the engine, or a client, may wait for."""
 TICKET_OFFSET = 0x38
 """u64: counts requests; their order is the order of their tickets."""
+GENERATION_OFFSET = 0x40
+"""u64, 1 at first: counts up whenever a rank that died is started again; collectives are of one generation."""
+LOST_OFFSET = 0x48
+"""u64, a bit for each rank that died and is not back: set by whoever saw it die, cleared by the rank in its place."""
+CONDEMNED_OFFSET = 0x50
+"""u64, a bit for each rank that is silent and in the way: set by a rank, cleared by whoever ends that process."""
 RUN_DIR_OFFSET = 0x100
 RUN_DIR_BYTES = 0x400
+COUNTER_BYTES = CHECKSUM_BYTES = 8
 
 STATUS_OFFSET = 0x1000
 COMMAND_OFFSET = 0x2000
@@ -46,7 +57,7 @@ RANKS_OFFSET = REQUESTS_OFFSET + NUM_REQUEST_SLOTS * RECORD_BYTES
 
 def board_bytes(num_ranks: int) -> int:
     """Size of a board for that many ranks."""
-    return RANKS_OFFSET + num_ranks * RECORD_BYTES
+    return RANKS_OFFSET + num_ranks * RANK_BYTES
 
 
 def request_offset(slot: int) -> int:
@@ -54,7 +65,7 @@ def request_offset(slot: int) -> int:
 
 
 def rank_offset(rank: int) -> int:
-    return RANKS_OFFSET + rank * RECORD_BYTES
+    return RANKS_OFFSET + rank * RANK_BYTES
 
 
 class Decision(enum.IntEnum):
@@ -119,13 +130,22 @@ AGAINST = frozenset({Ballot.REFUSED, Ballot.FAILED})
 
 
 class StatusRecord(NamedTuple):
+    """`version`: what is served now, empty while nothing is. `last_version` stays when it is not served any more;
+    `content_digest` and `source` (where its bytes came from) do so while ranks hold it, and are empty where none is
+    whole. `command`: the number of the last command whose outcome is told here; `pending`: the legacy command that is
+    being carried out, 0 for none."""
+
     admission: str
     update: str
     version: str
+    last_version: str
     content_digest: str
+    source: str
     legacy_status: int
+    pending: int
     is_serving: int
     commands_done: int
+    command: int
     reason: str
 
 
@@ -159,7 +179,10 @@ class OutcomeRecord(NamedTuple):
 
 
 class RankRecord(NamedTuple):
+    """`incarnation`: the generation in which this process started."""
+
     pid: int
+    incarnation: int
     command: int
     ballot: int
     heartbeat_ns: int
@@ -170,17 +193,43 @@ class RankRecord(NamedTuple):
 
 
 _FORMATS: dict[type, str] = {
-    StatusRecord: "16s16s64s64sqqQ1024s",
+    StatusRecord: "16s16s64s64s64s32sqqqQQ1024s",
     CommandRecord: "QQQQq64s",
     RequestRecord: "QQQq64s",
     OutcomeRecord: "QQ64s2048s",
-    RankRecord: "QQQq16s64s64s2048s",
+    RankRecord: "QQQQq16s64s64s2048s",
 }
 _STRUCTS = {record: struct.Struct("<" + fields) for record, fields in _FORMATS.items()}
 
 
 def record_bytes(record: type) -> int:
     return _STRUCTS[record].size
+
+
+UNREADABLE_RANK = RankRecord(0, 0, 0, Ballot.NONE, 0, "unreadable", "", "", "")
+"""What a rank's slot says while nothing that the rank wrote can be read there: the same as silence."""
+
+
+def copy_offset(record: type, counter: int) -> int:
+    """Where in a record the copy stands that holds at this value of its counter."""
+    size = CHECKSUM_BYTES + record_bytes(record)
+    return COUNTER_BYTES + (counter & 1) * (size + -size % 8)
+
+
+def with_checksum(data: bytes) -> bytes:
+    """A copy's bytes."""
+    return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little") + data
+
+
+def checked(copy: bytes) -> bytes | None:
+    """The fields of a copy; None where it is not what a writer wrote. One that was never written reads as zeros."""
+    data = copy[CHECKSUM_BYTES:]
+    return data if copy == with_checksum(data) or not any(copy) else None
+
+
+def ranks_in(mask: int) -> frozenset[int]:
+    """The ranks whose bits are set in a word of the header."""
+    return frozenset(rank for rank in range(MAX_RANKS) if mask >> rank & 1)
 
 
 def pack(record: NamedTuple) -> bytes:

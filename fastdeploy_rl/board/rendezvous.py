@@ -1,20 +1,21 @@
 """Where the ranks of an engine meet: commands, ballots and decisions that are taken once.
 
 Each command has two decisions, `install` and `commit`. A decision word leaves OPEN exactly once, by compare-and-swap:
-rank 0 proposes YES when every rank voted for it, anyone whose deadline ran out proposes NO, and all follow what they
-then read. Knows nothing of weights. `BoardRendezvous` meets on the board of one host."""
+rank 0 proposes YES when every rank voted for it, anyone whose deadline ran out or who saw a rank die proposes NO, and
+all follow what they then read. Knows nothing of weights. `BoardRendezvous` meets on the board of one host."""
 
 import enum
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import AGAINST, Ballot, CommandRecord, Decision, RankRecord
-from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
 
 
 class Question(enum.Enum):
@@ -53,10 +54,25 @@ class Rendezvous(Protocol):
         """This rank's stand on `command`, with the error's class name and text where it refuses."""
         ...
 
-    def await_votes(self, command: int, wanted: Ballot, deadline_ns: int) -> list[RankRecord]:
-        """Blocks until each rank reached `wanted`, or one voted against; returns every rank's record.
+    def await_votes(
+        self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
+    ) -> list[RankRecord]:
+        """Blocks until each rank but the `excused` reached `wanted`, or one voted against; returns every rank's record.
 
-        DeadlineExceededError names the ranks that were silent."""
+        PeerLostError names the ranks that died before they came that far: at once, but where FINISHED is wanted, when
+        all others have finished. DeadlineExceededError names the ranks that were silent."""
+        ...
+
+    def lost_ranks(self) -> frozenset[int]:
+        """Those that died and are not back."""
+        ...
+
+    def mark_lost(self, rank: int) -> None:
+        """For whoever saw that rank die: decides NO wherever the present command is undecided, and tells who waits."""
+        ...
+
+    def mark_back(self) -> None:
+        """For a rank that takes the place of a lost one, when it has said where it stands."""
         ...
 
     def decide_once(self, question: Question, command: int, proposal: Decision) -> Decision:
@@ -80,9 +96,7 @@ class BoardRendezvous:
         self.num_ranks = board.num_ranks
         self._board = board
         self._publishing = threading.Lock()
-        self._own = RankRecord(
-            pid=os.getpid(), command=0, ballot=Ballot.NONE, heartbeat_ns=0, phase="", version="", error="", reason=""
-        )
+        self._own = layout.UNREADABLE_RANK._replace(pid=os.getpid(), incarnation=board.generation, phase="")
 
     # --- commands ----------------------------------------------------------------------------------
 
@@ -93,6 +107,10 @@ class BoardRendezvous:
 
     def current(self) -> CommandRecord:
         return self._board.read(CommandRecord, layout.COMMAND_OFFSET)
+
+    def last_number(self) -> int:
+        """As `current().number`, or that of a command in whose announcement rank 0 died."""
+        return max(self.current().number, *(self._board.load(offset) >> 2 for offset in _OFFSETS.values()))
 
     def await_command(
         self, after: int, deadline_ns: int, *, is_wanted: Callable[[], bool] = lambda: False
@@ -106,9 +124,14 @@ class BoardRendezvous:
     def vote(self, command: int, ballot: Ballot, *, phase: str = "", error: str = "", reason: str = "") -> None:
         self._publish(command=command, ballot=ballot, phase=phase, error=error, reason=reason)
 
-    def show(self, *, phase: str | None = None, version: str | None = None) -> None:
+    @property
+    def own(self) -> RankRecord:
+        """What this rank wrote last."""
+        return self._own
+
+    def show(self, *, phase: str | None = None, version: str | None = None, reason: str | None = None) -> None:
         """For onlookers: what this rank does now and which version it holds; doubles as its heartbeat."""
-        shown = {"phase": phase, "version": version}
+        shown = {"phase": phase, "version": version, "reason": reason}
         self._publish(**{field: value for field, value in shown.items() if value is not None})
 
     def _publish(self, **changed: object) -> None:
@@ -116,24 +139,52 @@ class BoardRendezvous:
             self._own = self._own._replace(heartbeat_ns=time.monotonic_ns(), **changed)  # type: ignore[arg-type]
             self._board.write(self._own, layout.rank_offset(self.rank))
 
-    def await_votes(self, command: int, wanted: Ballot, deadline_ns: int) -> list[RankRecord]:
-        if not self._board.wait_until(lambda: _is_settled(self._records(), command, wanted), deadline_ns):
-            silent = [rank for rank, record in enumerate(self._records()) if not _has_reached(record, command, wanted)]
+    def await_votes(
+        self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
+    ) -> list[RankRecord]:
+        since_ns = time.monotonic_ns()
+        tally = _Tally(command, wanted, excused)
+        is_settled = self._board.wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
+        records = self.records()
+        if not is_settled:
             raise DeadlineExceededError(
-                f"command {command}: ranks {silent} did not reach {wanted.name} before the deadline"
+                f"command {command}: ranks {tally.missing(records)} did not reach {wanted.name} within "
+                f"{seconds_since(since_ns)} before the deadline"
             )
-        return self._records()
+        dead = [rank for rank in tally.missing(records) if rank in self.lost_ranks()]
+        if dead and not tally.is_refused(records):
+            raise PeerLostError(f"command {command}: ranks {dead} died before they reached {wanted.name}")
+        return records
+
+    def lost_ranks(self) -> frozenset[int]:
+        return self._board.lost_ranks()
+
+    def mark_lost(self, rank: int) -> None:
+        self._board.mark_lost(rank)
+
+    def mark_back(self) -> None:
+        self._board.mark_back(self.rank)
+
+    def unmark_lost(self, rank: int) -> None:
+        """Takes a mark back that came after that rank's successor."""
+        self._board.mark_back(rank)
 
     def await_ranks(self, is_ready: Callable[[RankRecord], bool], what: str, deadline_ns: int) -> None:
-        """Blocks until `is_ready` holds for every rank's record.
-        DeadlineExceededError names `what` and the missing ranks."""
-        if not self._board.wait_until(lambda: all(map(is_ready, self._records())), deadline_ns):
-            missing = [rank for rank, record in enumerate(self._records()) if not is_ready(record)]
+        """Blocks until `is_ready` holds for every rank's record, and none is lost. DeadlineExceededError names `what`
+        and the missing ranks."""
+        since_ns = time.monotonic_ns()
+
+        def missing() -> list[int]:
+            lost = self.lost_ranks()
+            return [rank for rank, record in enumerate(self.records()) if rank in lost or not is_ready(record)]
+
+        if not self._board.wait_until(lambda: not missing(), deadline_ns):
             raise DeadlineExceededError(
-                f"{what}: ranks {missing} were missing when the deadline passed; see their logs"
+                f"{what}: ranks {missing()} were missing when the deadline passed, after {seconds_since(since_ns)}; "
+                "see their logs"
             )
 
-    def _records(self) -> list[RankRecord]:
+    def records(self) -> list[RankRecord]:
         return [self._board.read_rank(rank) for rank in range(self.num_ranks)]
 
     # --- decisions ---------------------------------------------------------------------------------
@@ -156,19 +207,43 @@ class BoardRendezvous:
         return self.decide_once(question, command, Decision.NO)
 
 
-def _has_reached(record: RankRecord, command: int, wanted: Ballot) -> bool:
-    if record.command != command:
-        return False
-    return record.ballot == wanted if wanted is Ballot.FINISHED else wanted <= record.ballot < Ballot.FINISHED
+@dataclass(frozen=True)
+class _Tally:
+    """How far the ranks are with `command`. One that is against it, or ended without it, settles every question but who
+    has finished; one that died settles it too, but for who has finished, where the others are waited for."""
 
+    command: int
+    wanted: Ballot
+    excused: frozenset[int]
 
-def _is_settled(records: list[RankRecord], command: int, wanted: Ballot) -> bool:
-    """One rank that is against it, or ended without it, settles every question but who has finished."""
-    if wanted is not Ballot.FINISHED and any(is_against(record, command) for record in records):
-        return True
-    return all(_has_reached(record, command, wanted) for record in records)
+    def is_settled(self, records: list[RankRecord], lost: frozenset[int]) -> bool:
+        missing = self.missing(records)
+        if self.wanted is Ballot.FINISHED:
+            return lost.issuperset(missing)
+        return not missing or not lost.isdisjoint(missing) or self.is_refused(records)
+
+    def missing(self, records: list[RankRecord]) -> list[int]:
+        return [
+            rank for rank, record in enumerate(records) if rank not in self.excused and not self._has_reached(record)
+        ]
+
+    def is_refused(self, records: list[RankRecord]) -> bool:
+        if self.wanted is Ballot.FINISHED:
+            return False
+        return any(is_against(r, self.command) for rank, r in enumerate(records) if rank not in self.excused)
+
+    def _has_reached(self, record: RankRecord) -> bool:
+        if record.command != self.command:
+            return False
+        is_last = self.wanted is Ballot.FINISHED
+        return record.ballot == self.wanted if is_last else self.wanted <= record.ballot < Ballot.FINISHED
 
 
 def is_against(record: RankRecord, command: int) -> bool:
     """That rank will not go on with the command."""
     return record.command == command and record.ballot in (*AGAINST, Ballot.FINISHED)
+
+
+def seconds_since(begin_ns: int) -> str:
+    """Of CLOCK_MONOTONIC, for a message."""
+    return f"{(time.monotonic_ns() - begin_ns) / 1e9:.3f} s"

@@ -37,8 +37,8 @@ class ShmCollectives:
         generation: int = 1,
     ) -> None:
         """`create`: makes the segment, and `close()` unlinks it; otherwise it is there, zeroed at first, and somebody
-        else's. `timeout_s` bounds each call. SegmentError as SharedSegment gives it; ValueError for sizes, a rank or a
-        generation that cannot be."""
+        else's. `timeout_s` bounds each call. `generation` 0: attached only, until `rejoin`. SegmentError as
+        SharedSegment gives it; ValueError for sizes, a rank or a generation that cannot be."""
         num_bytes = CollectiveGroup.required_bytes(num_ranks, slot_bytes)
         self.rank = rank
         self.num_ranks = num_ranks
@@ -55,7 +55,8 @@ class ShmCollectives:
         )
         self._group: CollectiveGroup | None = None
         try:
-            self.rejoin(generation)
+            if generation:
+                self.rejoin(generation)
         except BaseException:
             self._release_segment()
             raise

@@ -1,7 +1,8 @@
 """Rank 0's coordinator: takes requests one by one, carries each out on all ranks, and tells how it ended.
 
-Owns the order of requests, the engine's receipt and the reports. Refuses to touch a weight. Invariant: each request
-gets exactly one outcome, and what the engine shows of itself follows from outcomes only.
+Owns the order of requests, the engine's receipt and the reports. Refuses to touch a weight, and to know how a dead rank
+comes back (recovery.py does). Invariant: each request gets exactly one outcome, and what the engine shows of itself
+follows from outcomes only.
 """
 
 import logging
@@ -9,9 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import HISTORY, Board
+from fastdeploy_rl.board.layout import StatusRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
@@ -19,6 +23,7 @@ from fastdeploy_rl.errors import (
     FencedError,
     NoPublicationError,
     NotServingError,
+    PeerLostError,
     VersionRegressError,
     wire_text,
 )
@@ -26,11 +31,21 @@ from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport, history_entry
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
+from fastdeploy_rl.update.committed import CHECKPOINT, Committed, committed_version, was_committed
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.history import append_history
-from fastdeploy_rl.update.rank_files import RankFiles
-from fastdeploy_rl.update.requests import CommandRequest, LegacyRequest, next_board_request, unread_commands
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart, receipts_of
+from fastdeploy_rl.update.recovery import Recovery
+from fastdeploy_rl.update.requests import (
+    BoardRequest,
+    CommandRequest,
+    LegacyRequest,
+    RestoreRequest,
+    next_board_request,
+    running_requests,
+    unread_commands,
+)
 from fastdeploy_rl.update.transaction import as_step_failure
 from fastdeploy_rl.version import WeightVersion
 
@@ -58,8 +73,10 @@ class Coordinator:
         source: WeightSource,
         load_strategy: str,
         deadlines: Deadlines,
+        is_restarted_on_death: bool,
         on_fault: Callable[[str], None],
     ) -> None:
+        """`is_restarted_on_death`: somebody starts a rank again that died, or that is condemned."""
         self.state = EngineState(board)
         self._board = board
         self._source = source
@@ -67,8 +84,14 @@ class Coordinator:
         self._deadlines = deadlines
         self._on_fault = on_fault
         self._files = RankFiles(board.run_dir)
-        self._conductor = Conductor(rendezvous, self._files)
+        condemn = board.condemn if is_restarted_on_death else None
+        self._conductor = Conductor(rendezvous, self._files, deadlines.finish_s, condemn)
+        self._recovery = Recovery(
+            rendezvous, self._conductor, source, deadlines, is_restarted_on_death=is_restarted_on_death
+        )
+        self._rendezvous = rendezvous
         self._receipt: Receipt | None = None
+        self._is_taking_over = False
         self._is_stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=f"fastdeploy_rl-{name}", daemon=True)
@@ -79,13 +102,25 @@ class Coordinator:
     # --- life --------------------------------------------------------------------------------------
 
     def start(self, cold: list[RankReceipt], layout_digest: str) -> None:
-        """The engine serves from here on, on the weights of a cold start; it is cleared where there was none."""
+        """The engine serves from here on, on the weights of a cold start; it is cleared where there was none.
+        `layout_digest`: of the model's own tensors, for what no trainer published."""
+        self._recovery.start(layout_digest)
         if cold:
-            self._receipt = merge(cold, source="checkpoint", layout_digest=layout_digest)
+            self._receipt = merge(cold, source=CHECKPOINT, layout_digest=layout_digest)
             self._files.write_receipt(self._receipt)
-            self.state.start(self._receipt.version, self._receipt.content_digest)
+            self.state.start(Committed(self._receipt.version, self._receipt.content_digest, CHECKPOINT))
         else:
             self.state.start_cleared()
+        self._run()
+
+    def take_over(self, layout_digest: str) -> None:
+        """In the place of a rank 0 that died: what that one left is brought to its end before anything new begins."""
+        self._recovery.start(layout_digest)
+        self._is_taking_over = True
+        self.state.take_over(self._board.read(StatusRecord, layout.STATUS_OFFSET))
+        self._run()
+
+    def _run(self) -> None:
         self._watch()
         for thread in self._threads:
             thread.start()
@@ -117,13 +152,17 @@ class Coordinator:
         self._board.ring_doorbell()
 
     def _keep_words(self) -> None:
-        """Whatever a command takes, a vanished name is back soon."""
+        """Whatever a command takes, a vanished name is back soon, and a rank that died is noticed."""
         while not self._is_stopping.wait(_KEEP_PERIOD_S):
             self.state.follow_words(self._watch)
+            if self._recovery.look_for_dead(self._board.run_dir):
+                self._board.ring_doorbell()
 
     # --- requests ----------------------------------------------------------------------------------
 
     def _serve_requests(self) -> None:
+        if self._is_taking_over:
+            self._take_over()
         heard = 0
         while not self._is_stopping.is_set():
             heard = self._board.wait_doorbell(heard, time.monotonic_ns() + _LOOK_AROUND_NS)
@@ -131,6 +170,9 @@ class Coordinator:
                 self._serve(request)
 
     def _next_request(self) -> CommandRequest | None:
+        """What the ranks need comes first: no command can be carried out without one of them."""
+        if self._recovery.is_needed():
+            return RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
         command = self.state.take_legacy_command()
         if command is None:
             return next_board_request(self._board)
@@ -138,7 +180,7 @@ class Coordinator:
         allowed_s = self._deadlines.update_s if is_update else self._deadlines.clear_s
         return LegacyRequest(command, self.state, _from_now(allowed_s))
 
-    def _serve(self, request: CommandRequest) -> None:
+    def _serve(self, request: CommandRequest) -> CommandOutcome:
         started = time.monotonic()
         previous = self.state.live_version
         try:
@@ -149,7 +191,15 @@ class Coordinator:
         if outcome.outcome is Outcome.FENCED:
             self._forget_receipt()
             self.state.fence(str(outcome.error))
-        report = self._report(request, previous, outcome, time.monotonic() - started)
+        elif outcome.lost and self.state.committed is not None:
+            self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
+        self._tell(request, previous, outcome, time.monotonic() - started)
+        if outcome.outcome is Outcome.FENCED:
+            self._drop_everything()
+        return outcome
+
+    def _tell(self, request: CommandRequest, previous: str, outcome: CommandOutcome, seconds: float) -> None:
+        report = self._report(request, previous, outcome, seconds)
         unread = unread_commands(self._board)
         self._try_to_store(lambda: self._files.write_report(report, unread), "report")
         entry = history_entry(report, self._board.port, time.time())
@@ -157,14 +207,14 @@ class Coordinator:
         self.state.count_command()
         _log_report(report)
         request.finish(report)
-        if outcome.outcome is Outcome.FENCED:
-            self._drop_everything()
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
         if request.kind is CommandKind.UPDATE:
             return self._update(request)
         if request.kind is CommandKind.CLEAR:
             return self._clear(request)
+        if request.kind is CommandKind.RESTORE:
+            return self._restore(request.deadline_ns)
         return self._recompute(request)
 
     def _try_to_store(self, write: Callable[[], None], what: str) -> bool:
@@ -204,9 +254,11 @@ class Coordinator:
         self._check_direction(version, request)
         before = self.state.lifecycle
 
-        def check_staged(receipts: list[RankReceipt]) -> Receipt:
-            """Before anything is touched: what all ranks read together is what was published."""
-            merged = merge(receipts, source=self._load_strategy, layout_digest=manifest.layout_digest)
+        def check_staged(parts: list[RankPart]) -> Receipt:
+            """Before anything is touched: what all ranks read together is what was published; and it is told what a way
+            back would cost."""
+            self._tell_staged(request, str(version), parts)
+            merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
             check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
             return merged
 
@@ -218,8 +270,9 @@ class Coordinator:
             check_staged=check_staged,
         )
         outcome.version = str(version)
+        self.state.command = self._conductor.number
         if outcome.outcome is Outcome.DONE:
-            self._adopt(outcome)
+            self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
         elif outcome.outcome is Outcome.REJECTED:
             self.state.undo_update(before)
         return outcome, version
@@ -243,8 +296,15 @@ class Coordinator:
                 f"version {version} would go back from {last}; nothing changed; force the update if that is meant"
             )
 
-    def _adopt(self, outcome: CommandOutcome) -> None:
-        """Every rank committed: receipt and version are the new ones."""
+    def _adopt(self, outcome: CommandOutcome, live: Committed) -> None:
+        """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
+        if outcome.lost:
+            self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
+            self.state.adopt(live)
+            restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
+            outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt
+            outcome.lost = restored.lost
+            return
         try:
             if outcome.checked is None:
                 raise FencedError("the ranks committed what was never checked")
@@ -252,10 +312,27 @@ class Coordinator:
         except FastDeployRLError as torn:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
+        self._keep_receipt(receipt)
+        self.state.finish_update(live)
+
+    def _keep_receipt(self, receipt: Receipt) -> None:
         self._receipt = receipt
         if not self._try_to_store(lambda: self._files.write_receipt(receipt), "receipt"):
             self._files.remove_receipt()
-        self.state.finish_update(receipt.version, receipt.content_digest)
+
+    def _restore(self, deadline_ns: int) -> CommandOutcome:
+        """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
+        version is committed there is nothing to bring back."""
+        committed = self.state.committed
+        if committed is not None:
+            self.state.fence(self._recovery.reason(), is_torn=False)
+        outcome = self._recovery.recover(committed, deadline_ns)
+        self.state.command = self._conductor.number
+        if committed is not None and outcome.outcome is Outcome.DONE:
+            if outcome.receipt is not None:
+                self._keep_receipt(outcome.receipt)
+            self.state.start(committed)
+        return outcome
 
     def _clear(self, request: CommandRequest) -> CommandOutcome:
         if self.state.is_cleared:
@@ -266,6 +343,7 @@ class Coordinator:
             outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.REJECTED, error)
+        self.state.command = self._conductor.number
         if outcome.outcome is Outcome.DONE:
             self._forget_receipt()
             self.state.clear()
@@ -283,11 +361,17 @@ class Coordinator:
         return outcome
 
     def _drop_everything(self) -> None:
-        """After a fence: what the ranks hold is dropped, as far as they still follow. The word tells when."""
+        """After a fence: what the ranks hold is dropped, as far as they still follow; the dead hold nothing. The word
+        tells when."""
         try:
-            cleared = self._conductor.lead(CommandKind.CLEAR, deadline_ns=_from_now(self._deadlines.clear_s))
+            cleared = self._conductor.lead(
+                CommandKind.CLEAR,
+                deadline_ns=_from_now(self._deadlines.clear_s),
+                excused=self._rendezvous.lost_ranks(),
+            )
         except FastDeployRLError as error:
             cleared = CommandOutcome(Outcome.FENCED, error)
+        self.state.command = self._conductor.number
         if cleared.outcome is Outcome.DONE:
             self.state.clear()
         else:
@@ -297,10 +381,43 @@ class Coordinator:
         self._receipt = None
         self._files.remove_receipt()
 
+    # --- in the place of another -------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """What a rank 0 that died had begun: whoever waits for it is told what the commit word said."""
+        left = running_requests(self._board)
+        last = self._rendezvous.current()
+        is_committed = was_committed(self._board, last)
+        committed = committed_version(self._board, self._load_strategy)
+        try:
+            self._conductor.take_over(_from_now(self._deadlines.rejoin_s))
+        except FastDeployRLError as silent:
+            _log.error("event=unfinished reason=%r", str(silent))
+        self.state.start_cleared()
+        self.state.adopt(committed)
+        restored = self._serve(RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s)))
+        for request in left:
+            is_done = is_committed and request.is_meant_by(last)
+            self._tell(request, "", self._told_after_death(request, is_done, restored), 0.0)
+
+    def _told_after_death(self, request: BoardRequest, is_done: bool, restored: CommandOutcome) -> CommandOutcome:
+        if is_done:
+            version = self.state.live_version
+            return CommandOutcome(restored.outcome, restored.error, version=version, receipt=restored.receipt)
+        kind = request.kind.name.lower()
+        lost = PeerLostError(f"rank 0 died before this {kind} took effect: nothing changed; ask again")
+        return CommandOutcome(Outcome.REJECTED, lost, version=request.version)
+
     # --- the story ---------------------------------------------------------------------------------
 
+    def _tell_staged(self, request: CommandRequest, version: str, parts: list[RankPart]) -> None:
+        """The report as far as it is known: which way back is open, and what is held for it."""
+        outcome = CommandOutcome(Outcome.REJECTED, version=version, parts=parts)
+        staged = structs.replace(self._report(request, self.state.live_version, outcome, 0.0), outcome="staged")
+        self._try_to_store(lambda: self._files.write_report(staged), "report")
+
     def _report(self, request: CommandRequest, previous: str, outcome: CommandOutcome, seconds: float) -> UpdateReport:
-        ranks = [part.report for part in outcome.parts]
+        ranks = [part.report for part in outcome.parts if part.report is not None]
         return UpdateReport(
             command=self.state.commands_done + 1,
             kind=request.kind.name.lower(),

@@ -25,6 +25,7 @@ from fastdeploy_rl.lifecycle import (
     answer_at_admission,
     legacy_word,
 )
+from fastdeploy_rl.update.committed import Committed
 
 _LOADED_BY = {UpdateEvent.VERIFY: Tag.WEIGHT, UpdateEvent.RECAPTURE: Tag.KV_CACHE, UpdateEvent.COMMIT: Tag.GRAPH}
 """The step that finds a tag's memory in place; the step before it put it there."""
@@ -45,7 +46,11 @@ class EngineState:
         self.last_version = ""
         """Live now or, while cleared, before: versions do not go back behind it."""
         self.content_digest = ""
+        self.source = ""
+        """Where the bytes of the committed version came from; empty where there is none."""
         self.commands_done = 0
+        self.command = 0
+        """The number of the last command on the board whose outcome is known here."""
 
     @property
     def weights_word(self) -> StatusWord:
@@ -57,6 +62,11 @@ class EngineState:
         return "" if self.is_cleared or self.lifecycle.admission is Admission.FENCED else self.last_version
 
     @property
+    def committed(self) -> Committed | None:
+        """What every rank holds, or comes back to; None where there is nothing whole."""
+        return Committed(self.last_version, self.content_digest, self.source) if self.source else None
+
+    @property
     def is_serving(self) -> bool:
         return self.lifecycle.admission is Admission.SERVING
 
@@ -66,10 +76,22 @@ class EngineState:
 
     # --- events ------------------------------------------------------------------------------------
 
-    def start(self, version: str, content_digest: str) -> None:
-        """A complete version is live for the first time."""
-        self.last_version, self.content_digest = version, content_digest
-        self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.LOAD)
+    def start(self, live: Committed) -> None:
+        """A complete version is live for the first time, or again, on every rank."""
+        with self._lock:
+            self._adopt(live)
+            finished = [] if self.lifecycle.update is UpdatePhase.IDLE else [UpdateEvent.FINISH]
+            missing = [tag for tag in Tag if self.lifecycle.residency(tag) is not Residency.RESIDENT]
+            self._apply(*finished, *(TagEvent(tag, ResidencyEvent.LOAD) for tag in missing), AdmissionEvent.LOAD)
+
+    def take_over(self, record: layout.StatusRecord) -> None:
+        """In the place of a rank 0 that died: the numbers of commands and versions go on, and so does the legacy word:
+        a command that was pending, or was written since, is taken again."""
+        with self._lock:
+            self.last_version, self.commands_done = record.last_version, record.commands_done
+            self.command = record.command
+            is_known = record.legacy_status in set(LegacyStatus) and not record.pending
+            self._shown = LegacyStatus(record.legacy_status) if is_known else LegacyStatus.NORMAL
 
     def start_cleared(self) -> None:
         """Every rank is there, without weights: the first update brings them."""
@@ -82,12 +104,22 @@ class EngineState:
         loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []
         self._apply(*loaded, event)
 
-    def finish_update(self, version: str, content_digest: str) -> None:
+    def finish_update(self, live: Committed) -> None:
         """Every rank committed: the engine serves that version."""
         with self._lock:
-            self.last_version, self.content_digest = version, content_digest
+            self._adopt(live)
             back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
             self._apply(UpdateEvent.FINISH, *back.get(self.lifecycle.admission, []))
+
+    def adopt(self, live: Committed | None) -> None:
+        """What was committed before this process came; every rank is to hold it, before it is served."""
+        with self._lock:
+            if live is not None:
+                self._adopt(live)
+            self.show()
+
+    def _adopt(self, live: Committed) -> None:
+        self.last_version, self.content_digest, self.source = live.version, live.content_digest, live.source
 
     def undo_update(self, before: Lifecycle) -> None:
         """Every rank is back where it was: at `before`."""
@@ -102,6 +134,7 @@ class EngineState:
 
     def clear(self) -> None:
         """Every rank has freed everything."""
+        self.content_digest = self.source = ""
         pause = [AdmissionEvent.PAUSE] if self.is_serving else []
         held = [
             tag
@@ -119,16 +152,21 @@ class EngineState:
         if self.lifecycle.admission is Admission.PAUSED:
             self._apply(AdmissionEvent.RESUME)
 
-    def fence(self, reason: str) -> None:
-        """No complete version is live any more."""
+    def fence(self, reason: str, *, is_torn: bool = True) -> None:
+        """No complete version is live any more. Not `is_torn`: a rank is missing, and may come back to the one that the
+        others hold."""
         with self._lock:
             self._reason = reason
+            if is_torn:
+                self.content_digest = self.source = ""
             if self.lifecycle.update is not UpdatePhase.IDLE:
                 self._apply(UpdateEvent.FINISH if self.lifecycle.update is UpdatePhase.COMMITTING else UpdateEvent.UNDO)
             if self.lifecycle.update is UpdatePhase.UNDOING:
                 self._apply(UpdateEvent.UNDONE)
             if self.lifecycle.admission is not Admission.FENCED:
                 self._apply(AdmissionEvent.FENCE)
+            else:
+                self.show()
 
     def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent) -> None:
         """All events, or none where one of them is illegal."""
@@ -177,10 +215,14 @@ class EngineState:
                 admission=self.lifecycle.admission.value,
                 update=self.lifecycle.update.value,
                 version=self.live_version,
-                content_digest=self.content_digest if self.live_version else "",
+                last_version=self.last_version,
+                content_digest=self.content_digest,
+                source=self.source,
                 legacy_status=legacy_word(self.lifecycle, self._pending),
+                pending=self._pending or 0,
                 is_serving=int(answer.is_served),
                 commands_done=self.commands_done,
+                command=self.command,
                 reason=f"{answer.reason}: {self._reason}" if is_fenced else answer.reason,
             )
             self._board.write(record, layout.STATUS_OFFSET)

@@ -35,7 +35,11 @@ def transfer_planned(
     native = [_region(segments, p, region, totals, homes.get(p.name)) for p, region in jobs]
     native += _zero_fills(planned, homes)
     sums = Sums({}, {parameter.name: ZERO for parameter in planned})
-    for (parameter, region), (read, live) in zip(jobs, transfer(native, num_threads)[: len(jobs)], strict=True):
+    try:
+        results = transfer(native, num_threads)
+    finally:
+        native.clear()  # a failure's frames must not keep views of published memory alive
+    for (parameter, region), (read, live) in zip(jobs, results[: len(jobs)], strict=True):
         if live is not None:
             sums.live[parameter.name] = add(sums.live[parameter.name], Fletcher4(*live))
         if region.owns_read:

@@ -5,7 +5,7 @@ hundreds of tensors go here."""
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,11 +23,18 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class RankPart(msgspec.Struct, frozen=True):
-    """One rank's last word on a command. `fence_reason` is set when it holds no complete version any more."""
+    """One rank's word on a command: what it staged, and then its last. `fence_reason` is set when it holds no complete
+    version any more; `is_reborn`: this process started after the command, in the place of one that died."""
 
-    report: RankReport
+    report: RankReport | None = None
     receipt: RankReceipt | None = None
     fence_reason: str = ""
+    is_reborn: bool = False
+
+
+def receipts_of(parts: Iterable[RankPart]) -> list[RankReceipt]:
+    """Those that the parts bring."""
+    return [part.receipt for part in parts if part.receipt is not None]
 
 
 class RankFiles:
@@ -36,11 +43,11 @@ class RankFiles:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def write_staged(self, rank: int, command: int, receipt: RankReceipt) -> None:
-        self._write(f"staged.{command}.rank{rank}.json", receipt)
+    def write_staged(self, rank: int, command: int, part: RankPart) -> None:
+        self._write(f"staged.{command}.rank{rank}.json", part)
 
-    def read_staged(self, rank: int, command: int) -> RankReceipt:
-        return self._read(RankReceipt, f"staged.{command}.rank{rank}.json")
+    def read_staged(self, rank: int, command: int) -> RankPart:
+        return self._read(RankPart, f"staged.{command}.rank{rank}.json")
 
     def reserve_part(self, rank: int, command: int, likely: RankPart) -> None:
         """Room for the last word, taken before anything is touched, so that a disk that fills up meanwhile cannot make
@@ -50,13 +57,14 @@ class RankFiles:
     def write_part(self, rank: int, command: int, part: RankPart) -> None:
         self._write(f"part.{command}.rank{rank}.json", part)
 
-    def read_parts(self, num_ranks: int, command: int) -> list[RankPart]:
-        return [self._read(RankPart, f"part.{command}.rank{rank}.json") for rank in range(num_ranks)]
+    def read_part(self, rank: int, command: int) -> RankPart:
+        return self._read(RankPart, f"part.{command}.rank{rank}.json")
 
     def remove_command(self, command: int) -> None:
         """What ranks left for a command that all of them finished."""
-        for kind in ("staged", "part"):
-            for path in self._run_dir.glob(f"{kind}.{command}.rank*.json*"):
+        # A pattern with the number in it would be compiled, and kept, anew for each command.
+        for path in self._run_dir.glob("*.rank*.json*"):
+            if path.name.split(".")[1] == str(command):
                 path.unlink(missing_ok=True)
 
     def write_report(self, report: UpdateReport, unread: Collection[int] = ()) -> None:

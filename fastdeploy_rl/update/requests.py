@@ -10,12 +10,15 @@ from typing import Protocol
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
+from fastdeploy_rl.board.layout import CommandRecord, OutcomeRecord, RequestRecord, SlotState
 from fastdeploy_rl.config import MAX_DEADLINE_S
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.memory.owner_lock import is_alive
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport
 from fastdeploy_rl.update.engine_state import EngineState
+
+_OF_CLIENTS = frozenset({CommandKind.UPDATE, CommandKind.CLEAR, CommandKind.RECOMPUTE})
+"""What may be asked for; RESTORE is the engine's own."""
 
 
 class CommandRequest(Protocol):
@@ -43,6 +46,19 @@ class LegacyRequest:
         self._state.end_legacy_command()
 
 
+class RestoreRequest:
+    """The engine's own wish, after a rank died: nobody waits for it."""
+
+    def __init__(self, deadline_ns: int) -> None:
+        self.kind = CommandKind.RESTORE
+        self.version = ""
+        self.is_forced = False
+        self.deadline_ns = deadline_ns
+
+    def finish(self, report: UpdateReport) -> None:
+        return None
+
+
 class BoardRequest:
     """A request in one of the board's slots; the client that claimed it waits for the outcome."""
 
@@ -55,6 +71,13 @@ class BoardRequest:
         self._slot = slot
         self._token = token
 
+    def is_meant_by(self, command: CommandRecord) -> bool:
+        """Once `command` is committed, this request has what it asked for."""
+        if command.kind != self.kind or self.kind is CommandKind.RECOMPUTE:
+            return False
+        wanted = self.version if "." in self.version or not self.version else f"{command.epoch}.{self.version}"
+        return self.kind is CommandKind.CLEAR or wanted in ("", f"{command.epoch}.{command.step}")
+
     def finish(self, report: UpdateReport) -> None:
         offset = layout.request_offset(self._slot)
         outcome = OutcomeRecord(Outcome[report.outcome.upper()], report.command, report.error, report.reason)
@@ -62,6 +85,24 @@ class BoardRequest:
         running, finished = (layout.slot_word(self._token, state) for state in (SlotState.RUNNING, SlotState.FINISHED))
         if self._board.exchange(offset, running, finished) != running:
             self._board.store(offset, SlotState.FREE)  # the client gave it up; nobody reads the outcome
+
+
+def running_requests(board: Board) -> list[BoardRequest]:
+    """What a rank 0 that died had taken and not finished, and whose clients still wait. A slot whose client gave up, or
+    died, is freed."""
+    left = []
+    for slot in range(layout.NUM_REQUEST_SLOTS):
+        offset = layout.request_offset(slot)
+        word = board.load(offset)
+        if layout.is_in_state(word, SlotState.ABANDONED):
+            board.exchange(offset, word, SlotState.FREE)
+        elif layout.is_in_state(word, SlotState.RUNNING):
+            record = board.read_plain(RequestRecord, offset + 8)
+            if record.kind not in _OF_CLIENTS:
+                board.store(offset, SlotState.FREE)
+                continue
+            left.append(BoardRequest(board, slot, layout.slot_token(word), record))
+    return left
 
 
 def next_board_request(board: Board) -> BoardRequest | None:
@@ -100,7 +141,7 @@ def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
     # Read only now that its client cannot change it: it may have withdrawn the request we looked at and put another
     # one, with an equal word, in its place.
     record = board.read_plain(RequestRecord, offset + 8)
-    if record.kind in set(CommandKind):
+    if record.kind in _OF_CLIENTS:
         return BoardRequest(board, slot, token, record)
     board.store(offset, SlotState.FREE)
     return None

@@ -116,7 +116,7 @@ def stage(update: RankUpdate) -> int:
             f"apply mode {update.apply_mode} needs a source whose memory stays as it is; use --apply-mode copy"
         )
     if update.copies_in_place:
-        update.way_back = _prepare_way_back(update)
+        _prepare_way_back(update)
     update.new = _stage_new_weights(update)
     return plan.read_bytes
 
@@ -174,16 +174,29 @@ def _return_memory(update: RankUpdate) -> None:
         update.source.trim()
 
 
-def _prepare_way_back(update: RankUpdate) -> WayBack:
+def _prepare_way_back(update: RankUpdate) -> None:
+    """What is taken is noted at once: an error on the way leaves it to `unstage`, when nobody looks at it any more."""
     old, reason = _known(update.old), ""
     if update.rollback == OFF:
-        return NoWayBack()
+        update.way_back = NoWayBack()
+        return
     if update.rollback == REFETCH:
-        try:
-            return FormerVersion.lease(old, update.source, update.plans, update.deadline_ns, update.num_threads)
-        except (TrainerError, SegmentError) as error:
-            reason = f"version {old.version} cannot be fetched again: {error}"
-    return KeptBytes.save(old, update.arenas, update.num_threads, reason)
+        reason = _lease_former_version(update, old)
+        if not reason:
+            return
+        _release_way_back(update)
+    update.way_back = kept = KeptBytes.take(old, update.arenas, reason)
+    kept.save(old, update.num_threads)
+
+
+def _lease_former_version(update: RankUpdate, old: LiveWeights) -> str:
+    """Why it cannot be had; empty where it is held now."""
+    try:
+        update.way_back = former = FormerVersion.lease(old, update.source, update.plans, update.deadline_ns)
+        former.check(old, update.num_threads)
+    except (TrainerError, SegmentError) as error:
+        return f"version {old.version} cannot be fetched again: {error}"
+    return ""
 
 
 def _stage_new_weights(update: RankUpdate) -> LiveWeights:

@@ -108,16 +108,19 @@ class StepRunner:
     def undo(self) -> None:
         """In reverse. A step that cannot be undone does not keep the others from it; it stays to be undone by a later
         call, and the first such error is raised at the end."""
-        errors = []
+        first: FastDeployRLError | None = None
         for step in reversed(list(self._begun)):
             try:
                 self._undo(step)
             except FastDeployRLError as error:
-                errors.append(error)
+                first = first or error
             else:
                 self._begun.remove(step)
-        if errors:
-            raise errors[0]
+        try:
+            if first is not None:
+                raise first
+        finally:
+            first = None  # else this frame and the error would keep each other, and memory that others want back
 
     def _undo(self, step: UpdateStep) -> None:
         with as_step_failure(f"undo of {step.name}", self._update.runner.rank):
@@ -309,6 +312,25 @@ class ClearCommand(_PlainCommand):
             self._dropped = None
 
 
+class KeepCommand(_PlainCommand):
+    """RESTORE on a rank that holds the version: it stays, and what a broken step left in the KV cache goes."""
+
+    def __init__(self, state: RankState, deadline_ns: int) -> None:
+        super().__init__(state)
+        self._deadline_ns = deadline_ns
+
+    def stall(self) -> None:
+        started = time.monotonic()
+        runner = self._state.runner
+        runner.drain(self._deadline_ns)
+        runner.rebuild_kv_cache(_live(self._state).content_digest)
+        self._note("rebuild_kv_cache", started)
+
+    def receipt(self) -> RankReceipt:
+        live = _live(self._state)
+        return rank_receipt(self._state.runner.rank, live, live.live)
+
+
 class RecomputeCommand(_PlainCommand):
     """RECOMPUTE: reads live memory again and says what it sums up to now. Changes nothing."""
 
@@ -317,9 +339,7 @@ class RecomputeCommand(_PlainCommand):
         self._receipt: RankReceipt | None = None
 
     def stall(self) -> None:
-        live, runner = self._state.live, self._state.runner
-        if live is None:
-            raise NotServingError("there are no weights to read: the engine is cleared")
+        live, runner = _live(self._state), self._state.runner
         started = time.monotonic()
         found = live_checksums(dict(runner.bound()), self._state.num_threads)
         self._receipt = rank_receipt(runner.rank, live, found)
@@ -327,6 +347,12 @@ class RecomputeCommand(_PlainCommand):
 
     def receipt(self) -> RankReceipt | None:
         return self._receipt
+
+
+def _live(state: RankState) -> LiveWeights:
+    if state.live is None:
+        raise NotServingError("there are no weights: the engine is cleared")
+    return state.live
 
 
 def rank_receipt(rank: int, weights: LiveWeights, live: dict[str, Fletcher4]) -> RankReceipt:

@@ -53,15 +53,13 @@ class KeptBytes:
     policy: ClassVar[str] = KEEP
 
     @classmethod
-    def save(cls, old: LiveWeights, arenas: ArenaPair, num_threads: int, reason: str) -> "KeptBytes":
+    def take(cls, old: LiveWeights, arenas: ArenaPair, reason: str) -> "KeptBytes":
+        """Room for them; `save` follows."""
         arena = arenas.acquire(packed_bytes([view.num_bytes for view in old.views.values()]))
-        try:
-            views = packed_views(old.views, arena)
-            transfer(copies(old.views, views), num_threads)
-            return cls(arenas, arena, views, reason)
-        except BaseException:
-            arenas.release(arena)
-            raise
+        return cls(arenas, arena, packed_views(old.views, arena), reason)
+
+    def save(self, old: LiveWeights, num_threads: int) -> None:
+        transfer(copies(old.views, self.views), num_threads)
 
     @property
     def num_bytes(self) -> int:
@@ -88,25 +86,17 @@ class FormerVersion:
     policy: ClassVar[str] = REFETCH
 
     @classmethod
-    def lease(
-        cls, old: LiveWeights, source: WeightSource, plans: LastPlan, deadline_ns: int, num_threads: int
-    ) -> "FormerVersion":
-        """Reads it once, so that it is known before anything is overwritten whether it can be had. TrainerError or
-        SegmentError where it cannot."""
+    def lease(cls, old: LiveWeights, source: WeightSource, plans: LastPlan, deadline_ns: int) -> "FormerVersion":
+        """TrainerError or SegmentError where the version cannot be had; `check` follows."""
         resolved = source.resolve(old.version, deadline_ns=deadline_ns)
         if resolved.manifest.content_digest != old.content_digest:
             raise NoPublicationError(f"another publication has taken the place of version {old.version}")
         plan = plans.make(resolved.manifest)
-        former = cls(resolved, plan, source.stage(resolved, plan, deadline_ns=deadline_ns))
-        try:
-            former.check(old, num_threads)
-        except BaseException:
-            former.release()
-            raise
-        return former
+        return cls(resolved, plan, source.stage(resolved, plan, deadline_ns=deadline_ns))
 
     def check(self, old: LiveWeights, num_threads: int) -> None:
-        """NoPublicationError unless what would be written back is what is live."""
+        """Reads it once, so that it is known before anything is overwritten: NoPublicationError unless what would be
+        written back is what is live."""
         if self.staged is None or not self.staged.is_immutable:
             raise NoPublicationError("the source's memory does not stay as it is")
         if self._transfer({}, num_threads).live != old.live:

@@ -4,7 +4,11 @@ import json
 import secrets
 import subprocess
 import sys
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -14,11 +18,22 @@ import numpy as np
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.collectives.shm import ShmCollectives
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel
+from fastdeploy_rl.engines.numpy.worker import SLOT_BYTES
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 
 READY_S = 30.0
+
+
+def _release(worker: "subprocess.Popen[str]") -> None:
+    """The pipes of one that has ended."""
+    with suppress(BrokenPipeError):
+        worker.stdin.close()
+    worker.stdout.close()
+    worker.wait(10)
 
 
 def free_port() -> int:
@@ -47,7 +62,8 @@ def held_bytes(spec: ParameterSpec, weights: dict[str, np.ndarray], rank: int, n
 
 class NumpyEngine:
     """`num_ranks` workers around one board. The test process is the supervisor and owns board and collectives.
-    `errors`: where the workers' standard error goes, if not to ours."""
+    `errors`: where the workers' standard error goes, if not to ours. `is_restarted_on_death`: a worker that dies, or is
+    condemned, is killed and started again. `module`: what a worker runs."""
 
     def __init__(
         self,
@@ -61,12 +77,19 @@ class NumpyEngine:
         load_strategy: str = "ipc",
         errors: IO[bytes] | None = None,
         update_s: float = 5.0,
+        deadlines: Deadlines | None = None,
+        is_restarted_on_death: bool = False,
+        module: str = "fastdeploy_rl.engines.numpy.worker",
     ) -> None:
         self.port = free_port()
         self.model = model
         self.num_ranks = num_ranks
         self.workers: list[subprocess.Popen[str]] = []
+        self.deaths: list[int] = []
+        """Ranks that died and were started again, in order."""
         self._errors = errors
+        self._module = module
+        self._is_watching = threading.Event()
         self._config = {
             "port": self.port,
             "num_ranks": num_ranks,
@@ -77,36 +100,73 @@ class NumpyEngine:
             "apply_mode": apply_mode,
             "rollback": rollback,
             "load_strategy": load_strategy,
-            "update_s": update_s,
+            "deadlines": msgspec.to_builtins(deadlines or Deadlines(update_s=update_s, attach_s=20.0)),
+            "is_restarted_on_death": is_restarted_on_death,
         }
 
     def __enter__(self) -> "NumpyEngine":
         with ExitStack() as stack:
             self.board = Board.create(self.port, num_ranks=self.num_ranks)
             stack.callback(self.board.close)
-            num_bytes = CollectiveGroup.required_bytes(self.num_ranks, 1 << 16)
+            num_bytes = CollectiveGroup.required_bytes(self.num_ranks, SLOT_BYTES)
             group = stack.enter_context(SharedSegment.create(self._config["collectives"], num_bytes))
             stack.callback(group.unlink)
             stack.callback(self._stop_workers)
-            for _ in range(self.num_ranks):
-                self.workers.append(self._spawn())
-            for rank, worker in enumerate(self.workers):
-                worker.stdin.write(json.dumps(self._config | {"rank": rank}) + "\n")
-                worker.stdin.flush()
+            for rank in range(self.num_ranks):
+                self.workers.append(self._spawn(rank))
             for rank in range(self.num_ranks):
                 if self.read(rank) != "ready":
                     raise RuntimeError(f"rank {rank} did not start")
+            if self._config["is_restarted_on_death"]:
+                stack.enter_context(self._watching())
             self._stack = stack.pop_all()
         return self
 
-    def _spawn(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"],
+    def _spawn(self, rank: int) -> "subprocess.Popen[str]":
+        worker = subprocess.Popen(
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
         )
+        worker.stdin.write(json.dumps(self._config | {"rank": rank}) + "\n")
+        worker.stdin.flush()
+        return worker
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """As a supervisor does: what died is started again."""
+        self._is_watching.set()
+        with ThreadPoolExecutor(1) as pool:
+            watch = pool.submit(self._watch)
+            try:
+                yield
+            finally:
+                self._is_watching.clear()
+                watch.result(30)
+
+    def _watch(self) -> None:
+        while self._is_watching.is_set():
+            for rank in self.board.condemned_ranks():
+                self.workers[rank].kill()
+                self.workers[rank].wait(10)
+            for rank, worker in enumerate(self.workers):
+                if worker.poll() is not None:
+                    self._restart(rank)
+            time.sleep(0.01)  # the period of looking, not a wait for something
+
+    def _restart(self, rank: int) -> None:
+        old = self.workers[rank]
+        self.board.mark_lost(rank)
+        generation = self.board.advance_generation()
+        ShmCollectives.advance(self._config["collectives"], self.num_ranks, SLOT_BYTES, generation)
+        fresh = self._spawn(rank)
+        line = fresh.stdout.readline()  # a worker that dies at once is found by the next look
+        self.workers[rank] = fresh
+        _release(old)
+        if line:
+            self.deaths.append(rank)
 
     def read(self, rank: int) -> Any:
         line = self.workers[rank].stdout.readline()
@@ -144,7 +204,8 @@ class NumpyEngine:
 
     def _stop_workers(self) -> None:
         for worker in self.workers:
-            worker.stdin.close()
+            with suppress(BrokenPipeError):
+                worker.stdin.close()
         for worker in self.workers:
             try:
                 worker.wait(10)

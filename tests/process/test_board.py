@@ -51,7 +51,7 @@ def command(number: int) -> CommandRecord:
 
 def test_records_come_back_as_they_were_written(board: Board):
     """Every field, cut text included: a character that does not fit whole is dropped whole."""
-    record = RankRecord(7, 8, Ballot.STAGED, 9, "staging", "1.2", "CoverageError", "é" * 2000)
+    record = RankRecord(7, 2, 8, Ballot.STAGED, 9, "staging", "1.2", "CoverageError", "é" * 2000)
     board.write(record, layout.rank_offset(1))
     found = board.read_rank(1)
     assert found == record._replace(reason="é" * 1024)

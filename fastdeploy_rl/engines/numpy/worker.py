@@ -12,7 +12,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,16 @@ from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
-from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.errors import FastDeployRLError, PeerLostError
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.update.transaction import StepObserver
 from fastdeploy_rl.version import WeightVersion
 
+SLOT_BYTES = 1 << 16
+"""Of the segment of the collectives that whoever starts the workers makes."""
 _IDLE_S = 0.2
 
 
@@ -46,18 +49,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     apply_mode: str = "auto"
     rollback: str = "keep"
     load_strategy: str = "ipc"
-    update_s: float = 5.0
+    deadlines: Deadlines = Deadlines(update_s=5.0, attach_s=20.0)
+    is_restarted_on_death: bool = False
     num_copy_threads: int = 1
 
 
 class Worker:
     """One rank; board and collectives must be there. `start`, then `loop` until standard input ends, then `close`."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, observer: StepObserver | None = None) -> None:
         self._config = config
         self._board = Board.attach(config.port)
         self._group = ShmCollectives(
-            config.collectives, config.rank, config.num_ranks, create=False, slot_bytes=1 << 16, timeout_s=60.0
+            config.collectives,
+            config.rank,
+            config.num_ranks,
+            create=False,
+            slot_bytes=SLOT_BYTES,
+            timeout_s=config.deadlines.step_s,
+            generation=0,
         )
         self.runner = NumpyRunner(NumpyModel(config.specs), config.rank, config.num_ranks)
         self._manager = DynamicWeightManager(
@@ -70,34 +80,45 @@ class Worker:
                 apply_mode=config.apply_mode,
                 rollback=config.rollback,
                 num_copy_threads=config.num_copy_threads,
-                deadlines=Deadlines(update_s=config.update_s, attach_s=20.0),
+                is_restarted_on_death=config.is_restarted_on_death,
+                deadlines=config.deadlines,
             ),
+            observer=observer,
         )
 
     def start(self) -> None:
         initial = None
-        if self._config.seed >= 0:
+        if self._config.seed >= 0 and self._manager.needs_cold_start():
             initial = InitialWeights(WeightVersion(0, 0), self.runner.load(self._config.seed))
         self._manager.start(initial)
+        self._manager.rejoin(self._group)
 
     def loop(self) -> None:
-        """Until standard input ends on rank 0, which tells the others."""
+        """Until standard input ends on rank 0, which tells the others. Who loses a rank meets it again."""
         is_open = True
         while is_open:
-            number = self._manager.poll() if self._config.rank == 0 else 0
-            if self._config.rank == 0 and number == 0:
-                is_open = self._serve_input(self._manager.wake_fd)
-                number = self._manager.poll()
-            is_open, number = self._share(is_open, number)
-            if number:
-                self._manager.run(number)
-            if self._config.rank != 0:
-                self._serve_input(-1)
+            try:
+                is_open = self._step()
+            except PeerLostError:
+                self._manager.rejoin(self._group)
+
+    def _step(self) -> bool:
+        is_open = True
+        number = self._manager.poll() if self._config.rank == 0 else 0
+        if self._config.rank == 0 and number == 0:
+            is_open = self._serve_input(self._manager.wake_fd)
+            number = self._manager.poll()
+        is_open, number = self._share(is_open, number)
+        if number:
+            self._manager.run(number)
+        if self._config.rank != 0:
+            self._serve_input(-1)
+        return is_open
 
     def _share(self, is_open: bool, number: int) -> tuple[bool, int]:
         told = msgspec.msgpack.encode((is_open, number)) if self._config.rank == 0 else None
         answer: tuple[bool, int] = msgspec.msgpack.decode(
-            self._group.broadcast_bytes(told, 0, timeout_s=60.0), type=tuple[bool, int]
+            self._group.broadcast_bytes(told, 0, timeout_s=self._config.deadlines.step_s), type=tuple[bool, int]
         )
         return answer
 
@@ -149,8 +170,8 @@ def _refuse_to_bind(views: Mapping[str, TensorView]) -> None:
     raise RuntimeError("told to refuse")
 
 
-def main() -> int:
-    worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerConfig))
+def main(make: Callable[[WorkerConfig], Worker] = Worker) -> int:
+    worker = make(msgspec.json.decode(sys.stdin.readline(), type=WorkerConfig))
     try:
         worker.start()
         print(json.dumps("ready"), flush=True)

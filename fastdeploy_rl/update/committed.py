@@ -1,0 +1,47 @@
+"""Which version an engine committed last, read from its board: what a rank that died comes back to.
+
+Owns the reading of the commit word for that purpose. Invariant: a version is committed from the moment in which its
+commit word reads YES, whoever lived to tell it."""
+
+from typing import NamedTuple
+
+from fastdeploy_rl.board import layout
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.layout import CommandRecord, Decision, StatusRecord
+from fastdeploy_rl.report import CommandKind
+from fastdeploy_rl.version import WeightVersion
+
+CHECKPOINT = "checkpoint"
+"""The source of a version that no trainer published: it came with the model."""
+
+
+class Committed(NamedTuple):
+    """Texts of version and content digest, and where its bytes came from: CHECKPOINT or a load strategy."""
+
+    version: str
+    content_digest: str
+    source: str
+
+    @property
+    def is_cold(self) -> bool:
+        return self.source == CHECKPOINT
+
+
+def was_committed(board: Board, command: CommandRecord) -> bool:
+    """The present command's commit word reads YES."""
+    return board.load(layout.COMMIT_DECISION_OFFSET) == layout.decision_word(command.number, Decision.YES)
+
+
+def committed_version(board: Board, load_strategy: str) -> Committed | None:
+    """None where no version is whole: before the first start, while cleared, after a fence.
+
+    Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die."""
+    status = board.read(StatusRecord, layout.STATUS_OFFSET)
+    command = board.read(CommandRecord, layout.COMMAND_OFFSET)
+    if command.number > status.command and was_committed(board, command):
+        if command.kind == CommandKind.CLEAR:
+            return None
+        if command.kind == CommandKind.UPDATE:
+            version = str(WeightVersion(command.epoch, command.step))
+            return Committed(version, command.content_digest, load_strategy)
+    return Committed(status.last_version, status.content_digest, status.source) if status.source else None

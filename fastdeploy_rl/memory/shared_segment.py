@@ -27,13 +27,24 @@ class SharedSegment:
     """One open segment. `close()` drops the mapping; `unlink()`
     drops the name, and belongs to whoever owns the segment."""
 
-    def __init__(self, name: str, mapping: Mapping) -> None:
+    def __init__(self, name: str, mapping: Mapping, inode: int = 0) -> None:
         self.name = name
         self.mapping = mapping
+        self._inode = inode
 
     @property
     def num_bytes(self) -> int:
         return self.mapping.num_bytes
+
+    @property
+    def is_current(self) -> bool:
+        """The name still leads to what is mapped, and nobody has taken an end of it away: whoever touched bytes that
+        are gone would be killed (SIGBUS)."""
+        try:
+            status = os.stat(_path(self.name), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return status.st_ino == self._inode and status.st_size == self.num_bytes
 
     @classmethod
     def create(cls, name: str, num_bytes: int, *, mode: int = 0o600) -> "SharedSegment":
@@ -51,7 +62,7 @@ class SharedSegment:
             raise SegmentError(f"shared-memory segment {name!r} exists already: {_path(name)}") from error
         try:
             _reserve(handle.fd, name, num_bytes)
-            return cls(name, Mapping.map_fd(handle.fd, num_bytes, True))
+            return cls(name, Mapping.map_fd(handle.fd, num_bytes, True), os.fstat(handle.fd).st_ino)
         except BaseException:
             handle.unlink()
             raise
@@ -69,10 +80,12 @@ class SharedSegment:
         except (posix_ipc.PermissionsError, PermissionError) as error:
             raise SegmentError(f"shared-memory segment {name!r} belongs to someone else: {_path(name)}") from error
         try:
-            num_bytes = os.fstat(handle.fd).st_size
-            if num_bytes == 0:
+            status = os.fstat(handle.fd)
+            if status.st_size == 0:
                 raise SegmentError(f"shared-memory segment {name!r} is empty: its owner died while making it")
-            return cls(name, Mapping.map_fd(handle.fd, num_bytes, writable))
+            return cls(name, Mapping.map_fd(handle.fd, status.st_size, writable), status.st_ino)
+        except ValueError as error:
+            raise SegmentError(f"shared-memory segment {name!r} shrinks while it is opened") from error
         finally:
             handle.close_fd()
 

@@ -242,6 +242,9 @@ class _ChannelReader:
 
     def _map(self, segment: Segment, undo: ExitStack) -> SharedSegment:
         mapped = self._kept.pop(segment.locator, None)
+        if mapped is not None and not mapped.is_current:
+            mapped.close()
+            mapped = None
         try:
             mapped = mapped or SharedSegment.attach(segment.locator)
         except SegmentError as error:

@@ -26,8 +26,10 @@ from soak_scene import Answers, Counts, Readings, Scene, SoakError
 from fastdeploy_rl.config import APPLY_MODES
 from fastdeploy_rl.sources import registry
 
-READINGS = 24
+READINGS, FEWEST_READINGS = 24, 12
 """Of each stretch; the first third is warm-up."""
+WARM_UP_ROUNDS = 2 * len(ROUNDS)
+"""Before the first reading: by then every kind of command was there, and as many reports as an engine keeps."""
 TOLD_EVERY_S = 10.0
 FEWEST, MOST = 40, 1_000_000
 
@@ -119,8 +121,8 @@ def _soak(scene: Scene, stretch: Stretch, share: int, done: int, progress: Progr
     between = max(1, share // READINGS)
     num_rounds = 0
     try:
-        while stretch.counts.updates < share:
-            for _ in range(between):
+        while stretch.counts.updates < share or len(readings.updates) < FEWEST_READINGS:
+            for _ in range(between if num_rounds else WARM_UP_ROUNDS):
                 play(ROUNDS[num_rounds % len(ROUNDS)], scene)
                 num_rounds += 1
             reading = scene.read()

@@ -63,7 +63,7 @@ _COLUMNS: "dict[str, Callable[[HistoryEntry], str]]" = {
     "seconds": lambda entry: f"{entry.seconds:.3f}",
     "stall": lambda entry: f"{entry.stall_seconds * 1e3:.1f} ms",
     "aliased": lambda entry: megabytes(entry.aliased_bytes),
-    "copied": lambda entry: megabytes(entry.copied_bytes),
+    "copied": lambda entry: megabytes(entry.copied_bytes) + (f", rollback {entry.rollback}" if entry.rollback else ""),
     "reason": lambda entry: entry.reason[:_MAX_REASON],
 }
 

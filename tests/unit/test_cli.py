@@ -136,10 +136,12 @@ def test_fastdeploys_spelling_is_taken() -> None:
     words = (
         "--model m --tensor-parallel-size 2 --load-strategy ipc --dynamic-load-weight --ipc-dir c --host h --port 81"
     )
+    words += " --rollback refetch"
     words += " --engine-worker-queue-port 82 --apply-mode copy --max-num-seqs 3 --max-model-len 99 --log-dir l"
     options = make_parser().parse_args(["serve", *words.split()])
     assert (options.tensor_parallel_size, options.port, options.engine_worker_queue_port) == (2, 81, 82)
-    assert (options.ipc_dir, options.log_dir, options.apply_mode) == (Path("c"), Path("l"), "copy")
+    assert (options.ipc_dir, options.log_dir) == (Path("c"), Path("l"))
+    assert (options.apply_mode, options.rollback) == ("copy", "refetch")
 
 
 def test_addresses_and_numbers() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_rl import errors, lifecycle, manifest
 from fastdeploy_rl.cli.dispatch import VERBS
-from fastdeploy_rl.config import APPLY_MODES
+from fastdeploy_rl.config import APPLY_MODES, ROLLBACKS
 from fastdeploy_rl.coverage import Coverage
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,11 @@ def test_the_concepts_explain_every_apply_mode_and_kind_of_coverage() -> None:
     page = (DOCS / "concepts.md").read_text()
     assert [mode for mode in APPLY_MODES if f"| `{mode}` |" not in page] == []
     assert [kind.value for kind in Coverage if f"*{kind.value}*" not in page] == []
+
+
+def test_the_operators_page_says_what_every_rollback_costs() -> None:
+    page = (DOCS / "operator.md").read_text()
+    assert [policy for policy in ROLLBACKS if f"| `{policy}`" not in page] == []
 
 
 def test_the_operators_page_tells_every_section_of_the_doctor(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What a report and a receipt show when they are printed."""
 
+from msgspec import structs
+
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import RankReport, UpdateReport
+from fastdeploy_rl.report import RankReport, UpdateReport, history_entry
 
 RECEIPT = Receipt("3.7", "ipc", "ab12", {"w": "00"}, {"w": ["00"]})
 RANK = RankReport(0, [], 0.01, "auto", 64, 32, {"model.w": "transposed"})
@@ -15,6 +17,18 @@ def test_a_printed_report_is_one_line_that_names_no_tensor() -> None:
     assert str(report("done")) == (
         "update done, version 3.7 (was none), 0.500 s, 10.0 ms of it without decoding, 128 bytes aliased, 64 copied"
     )
+
+
+def test_a_printed_report_says_what_way_back_it_had_where_that_is_more_than_the_old_memory() -> None:
+    def shown(*ranks: RankReport) -> str:
+        return str(structs.replace(report("done"), ranks=list(ranks)))
+
+    kept = structs.replace(RANK, rollback="keep", rollback_bytes=96)
+    assert shown(kept, kept).endswith(" copied, rollback keep (192 bytes)")
+    assert shown(structs.replace(RANK, rollback="off"), kept).endswith(" copied, rollback off and keep (96 bytes)")
+    assert shown(structs.replace(RANK, rollback="keep", rollback_reason="a rebind")).endswith(" copied")
+    assert history_entry(report("done"), 1, 0.0).rollback == ""
+    assert history_entry(structs.replace(report("done"), ranks=[kept]), 1, 0.0).rollback == "keep (96 bytes)"
 
 
 def test_a_printed_rejection_says_the_first_line_of_why() -> None:

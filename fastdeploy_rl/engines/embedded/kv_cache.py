@@ -88,9 +88,10 @@ class KVCache:
     def _allocate(self) -> None:
         arena = _native.Mapping.private(self._shape.num_bytes)
         layers, pages, heads, dim = self._shape
-        self._arena = arena
-        self._by_page = TensorView(arena, 0, "F32", (layers, 2 * heads, pages, PAGE_TOKENS * dim)).numpy()
-        self._layers = tuple(self._layer(arena, index) for index in range(layers))
+        by_page = TensorView(arena, 0, "F32", (layers, 2 * heads, pages, PAGE_TOKENS * dim)).numpy()
+        made = tuple(self._layer(arena, index) for index in range(layers))
+        # All of it or nothing: what failed half way is tried anew.
+        self._arena, self._by_page, self._layers = arena, by_page, made
 
     def _layer(self, arena: _native.Mapping, index: int) -> LayerCache:
         layers, pages, heads, dim = self._shape

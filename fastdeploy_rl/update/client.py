@@ -28,7 +28,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, Outcome, UpdateReport
+from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, Outcome, RankStatus, UpdateReport
 from fastdeploy_rl.update.history import DEFAULT_LIMIT, read_history
 from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.update.requests import client_lock_path
@@ -193,9 +193,9 @@ class BoardClient:
         what = f"the outcome of {kind.name.lower()}"
         last_ns = deadline_ns + int(Deadlines.outcome_s * 1e9)
         if not self._wait(lambda: self._board.load(offset) == finished, last_ns, what):
-            phases = ", ".join(f"{rank.rank} {rank.phase}" for rank in self._board.status().ranks)
+            seen = ", ".join(map(_last_seen, self._board.status().ranks))
             raise DeadlineExceededError.waiting_for(
-                f"outcome of {kind.name.lower()} at port {self._port}", since_s=begun, hint=f"ranks: {phases}"
+                f"outcome of {kind.name.lower()} at port {self._port}", since_s=begun, hint=f"ranks: {seen}"
             )
 
     def _wait(self, condition: Callable[[], bool], last_ns: int, what: str) -> bool:
@@ -216,10 +216,16 @@ class BoardClient:
         """The slot is free again; one whose command runs is handed over to the engine, which frees it at the end."""
         word = self._board.load(offset)
         while layout.slot_token(word) == self._token:
-            is_running = layout.slot_state(word) is SlotState.RUNNING
+            is_running = layout.is_in_state(word, SlotState.RUNNING)
             found = self._board.exchange(
                 offset, word, self._word(SlotState.ABANDONED) if is_running else SlotState.FREE
             )
             if found == word:
                 return
             word = found
+
+
+def _last_seen(rank: RankStatus) -> str:
+    """For a message: the rank that stands still is the one that was not heard for long."""
+    heard = "never heard" if rank.heartbeat_age_s is None else f"heard {rank.heartbeat_age_s:.1f} s ago"
+    return f"{rank.rank} {rank.phase}, {heard}"

@@ -32,6 +32,7 @@ _LOOK_AGAIN_NS = 200_000_000
 _READ_RANK_S = 0.002
 """A rank's slot that cannot be read for so long counts as silent; whoever waits for its vote looks again."""
 _SPINS_BEFORE_YIELD = 100
+_LEGACY_NAMES: dict[int, str] = {status.value: status.name for status in LegacyStatus}
 
 
 HISTORY = "history.jsonl"
@@ -65,7 +66,7 @@ def engine_dir(port: int) -> Path:
 def owner_lock_path(run_dir: Path) -> Path:
     """The lock that an engine holds while it lives, beside its run directory. The board says where that is, so that
     whoever has another runtime directory finds the same one."""
-    return run_dir.with_name(f"{run_dir.name}.lock")
+    return run_dir.parent / f"{run_dir.name}.lock"
 
 
 class Board:
@@ -78,6 +79,7 @@ class Board:
         """Owner: what `create` removed first, for whoever tells the operator."""
         self._segment = segment
         self._lock = lock
+        self._run_dir = _read_run_dir(segment.mapping)
         self._writing = threading.Lock()
         self._is_abandoned = False
 
@@ -133,7 +135,8 @@ class Board:
 
     @property
     def run_dir(self) -> Path:
-        return _read_run_dir(self.mapping)
+        """As it was when this board was made or attached: nobody is led elsewhere afterwards."""
+        return self._run_dir
 
     def is_owner_alive(self) -> bool:
         return self._lock is not None or is_alive(owner_lock_path(self.run_dir))
@@ -300,7 +303,7 @@ class Board:
             update=record.update or "idle",
             version=record.version,
             content_digest=record.content_digest if record.version else "",
-            legacy_status=LegacyStatus(record.legacy_status).name,
+            legacy_status=_LEGACY_NAMES.get(record.legacy_status, str(record.legacy_status)),
             is_serving=bool(record.is_serving),
             reason=record.reason if record.admission else "the engine is starting",
             commands_done=record.commands_done,
@@ -417,7 +420,8 @@ def _check_header(mapping: _native.Mapping, port: int) -> None:
         )
     abi = _native.load_u64(mapping, layout.ABI_OFFSET)
     num_ranks = _native.load_u64(mapping, layout.NUM_RANKS_OFFSET)
-    if abi != layout.ABI or mapping.num_bytes < layout.board_bytes(num_ranks):
+    is_sound = 0 < num_ranks <= layout.MAX_RANKS and mapping.num_bytes >= layout.board_bytes(num_ranks)
+    if abi != layout.ABI or not is_sound:
         raise EngineNotFoundError(
             f"port {port}: board abi {abi} (expected {layout.ABI}) of {num_ranks} ranks in {mapping.num_bytes} bytes"
         )

@@ -80,6 +80,11 @@ def decision_word(command: int, decision: Decision) -> int:
     return command << 2 | decision
 
 
+def decision_in(word: int) -> Decision:
+    """What nobody decides (both bits set: another process wrote there) is NO to all who read it."""
+    return Decision(word & 3) if word & 3 in set(Decision) else Decision.NO
+
+
 class SlotState(enum.IntEnum):
     """Low three bits of a request slot's state word; the client's token stands above them. A free slot is 0.
 

@@ -199,7 +199,7 @@ class BoardRendezvous:
         word = self._board.load(_OFFSETS[question])
         if word >> 2 != command:
             raise LifecycleError(f"{question.value} of command {command}: the board is at command {word >> 2} already")
-        return Decision(word & 3)
+        return layout.decision_in(word)
 
     def await_decision(self, question: Question, command: int, deadline_ns: int) -> Decision:
         if self._board.wait_until(lambda: self.decided(question, command) is not Decision.OPEN, deadline_ns):

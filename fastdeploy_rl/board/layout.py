@@ -77,7 +77,7 @@ class Decision(enum.IntEnum):
 
 
 def decision_word(command: int, decision: Decision) -> int:
-    return command << 2 | decision
+    return (command << 2 | decision) % 2**64  # a number that leaves no room for it was never counted to
 
 
 def decision_in(word: int) -> Decision:

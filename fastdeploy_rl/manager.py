@@ -382,10 +382,10 @@ class DynamicWeightManager:
             self._board.condemn(0)
 
     def _look_after_memory(self) -> None:
-        """Aliased memory was read when it was staged, and not in the stall. Here it is read once more: whoever wrote
-        into it in between is noticed a moment later."""
+        """Memory that was rebound was read when it was staged, and not in the stall. Here it is read once more: whoever
+        wrote into it in between is noticed a moment later."""
         live = self._state.live
-        if self._is_audited or live is None or live.staged is None:
+        if self._is_audited or live is None or live.is_read_back:
             return
         self._is_audited = True
         failure = self._attempt(lambda: audit(live, self.rank, self._config.num_copy_threads))

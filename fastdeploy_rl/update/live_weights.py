@@ -28,6 +28,8 @@ class LiveWeights:
     """Published memory that some views point into, and its lease; None where every parameter is a copy."""
     arena: Mapping | None = field(default=None)
     """The engine's own memory that the other views point into."""
+    is_read_back: bool = False
+    """All of it was read where it is bound now; else `audit` is still to be called."""
 
     def lies_in(self, staged: StagedSource) -> bool:
         """A parameter points into that published memory. One without bytes does not: it needs none."""

@@ -308,13 +308,14 @@ def uninstall(update: RankUpdate) -> None:
 
 
 def verify(update: RankUpdate) -> int:
-    """By place where memory cannot have changed since `stage` summed it up (leased or the engine's own); by reading
-    back after a copy."""
+    """By reading back what apply mode copy copied. Else by place: to nobody's knowledge is that memory written since
+    `stage` summed it up; `live_weights.audit` reads it when the engine serves again."""
     new = _known(update.new)
     _check_bound(update.runner, new)
-    if not update.copies_in_place:
+    if update.apply_mode != COPY:
         return 0
     check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
+    new.is_read_back = True
     return sum(view.num_bytes for view in new.views.values())
 
 

@@ -143,7 +143,7 @@ class BoardRendezvous:
         self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
     ) -> list[RankRecord]:
         since_ns = time.monotonic_ns()
-        tally = _Tally(command, wanted, excused)
+        tally = Tally(command, wanted, excused)
         is_settled = self._board.wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
         if not is_settled:
@@ -208,7 +208,7 @@ class BoardRendezvous:
 
 
 @dataclass(frozen=True)
-class _Tally:
+class Tally:
     """How far the ranks are with `command`. One that is against it, or ended without it, settles every question but who
     has finished; one that died settles it too, but for who has finished, where the others are waited for."""
 

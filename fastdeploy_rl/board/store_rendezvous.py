@@ -27,7 +27,7 @@ import msgspec
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
-from fastdeploy_rl.board.rendezvous import Question, _Tally, seconds_since
+from fastdeploy_rl.board.rendezvous import Question, Tally, seconds_since
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError, StepFailedError
 
@@ -157,7 +157,7 @@ class StoreRendezvous:
         self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
     ) -> list[RankRecord]:
         since_ns = time.monotonic_ns()
-        tally = _Tally(command, wanted, excused)
+        tally = Tally(command, wanted, excused)
         is_settled = self._wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
         if not is_settled:

@@ -4,7 +4,7 @@ any rank changes behind the back of a caller who was told that it had not worked
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -112,6 +112,15 @@ def test_an_update_that_timed_out_never_comes_to_pass(scene: Scene, rank: int) -
 def test_a_clear_that_timed_out_never_comes_to_pass(scene: Scene, rank: int) -> None:
     with scene.stopped(rank), pytest.raises(DeadlineExceededError):
         scene.client.clear(deadline_s=SHORT_S)
+    scene.check_nothing_changed()
+    scene.check_goes_on()
+
+
+@pytest.mark.parametrize("command", [BoardClient.update, BoardClient.clear])
+def test_a_command_that_comes_too_late_is_not_begun(scene: Scene, command: Callable[..., object]) -> None:
+    """Its deadline has passed before the engine reads it."""
+    with pytest.raises(DeadlineExceededError):
+        command(scene.client, deadline_s=1e-6)
     scene.check_nothing_changed()
     scene.check_goes_on()
 

@@ -426,8 +426,14 @@ class DynamicWeightManager:
         self._board.wait_until(is_over, handover.record.deadline_ns)
         with contextlib.suppress(queue.Empty):
             handover = self._handovers.get_nowait()
-            late = _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
-            self._finish(handover.record, handover.command, self._decision(Question.COMMIT, handover.record), late)
+            decision = self._decision(Question.COMMIT, handover.record)
+            self._finish(handover.record, handover.command, decision, self._why_taken_back())
+
+    def _why_taken_back(self) -> _Failure:
+        lost = sorted(self._board.lost_ranks())
+        if lost:
+            return _Failure(PeerLostError.__name__, f"ranks {lost} died before all came to a decode boundary")
+        return _Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
 
     def _leader_overdue_ns(self, record: CommandRecord) -> int:
         """When rank 0 must have finished `record`; 0 on the ranks that do not look after it."""

@@ -85,14 +85,14 @@ class BoardClient:
         return self._open_board
 
     def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         """Takes the version over (the newest when None) on all ranks, or raises why not; then nothing changed.
 
         `force` allows a version that goes back, and takes a version over again that is live already."""
         return self._ask(CommandKind.UPDATE, str(version or ""), deadline_s, force)
 
-    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         """Ends requests in flight, frees weights and KV cache on all ranks."""
         return self._ask(CommandKind.CLEAR, "", deadline_s, False)
 
@@ -100,7 +100,7 @@ class BoardClient:
         self._check_alive()
         return self._board.status()
 
-    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         """The proof of what is live. `recompute` reads live memory
         again: ChecksumMismatchError names tensor and rank."""
         if not recompute:

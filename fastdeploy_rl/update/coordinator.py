@@ -326,7 +326,8 @@ class Coordinator:
         committed = self.state.committed
         if committed is not None:
             self.state.fence(self._recovery.reason(), is_torn=False)
-        outcome = self._recovery.recover(committed, deadline_ns)
+        before = self.state.lifecycle
+        outcome = self._recovery.recover(committed, deadline_ns, lambda: self.state.undo_update(before))
         self.state.command = self._conductor.number
         if committed is not None and outcome.outcome is Outcome.DONE:
             if outcome.receipt is not None:

@@ -122,8 +122,11 @@ class EngineState:
         self.last_version, self.content_digest, self.source = live.version, live.content_digest, live.source
 
     def undo_update(self, before: Lifecycle) -> None:
-        """Every rank is back where it was: at `before`."""
+        """Every living rank is back where it was: at `before`, or, where one died after the commit, it has committed."""
         if self.lifecycle.update is UpdatePhase.IDLE:
+            return
+        if self.lifecycle.update is UpdatePhase.COMMITTING:
+            self._apply(UpdateEvent.FINISH)
             return
         dropped = [
             TagEvent(tag, ResidencyEvent.DROP)

@@ -4,6 +4,7 @@ Owns rank 0's view of who died and who came back. Refuses to start processes: wh
 an engine that recovered holds, on every rank, the version that was committed last, proved as after an update."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_rl.board.board import rank_lock_path
@@ -77,13 +78,15 @@ class Recovery:
         who = f"ranks {lost} died" if lost else "a rank died and is back"
         return f"{who}; the engine serves again when all hold the same version"
 
-    def recover(self, committed: Committed | None, deadline_ns: int) -> CommandOutcome:
-        """Waits for the successors of dead ranks, then brings every rank to `committed`: DONE or FENCED."""
+    def recover(self, committed: Committed | None, deadline_ns: int, undone: Callable[[], None]) -> CommandOutcome:
+        """Waits for the successors of dead ranks, then brings every rank to `committed`: DONE or FENCED. `undone` is
+        called after each attempt that came to nothing because one more rank died."""
         try:
             self._check_whole()
             self._await_back(deadline_ns)
             outcome = self._restored(committed)
-            while outcome.lost and time.monotonic_ns() < deadline_ns:
+            while outcome.lost and outcome.outcome is not Outcome.FENCED and time.monotonic_ns() < deadline_ns:
+                undone()
                 self._await_back(deadline_ns)
                 outcome = self._restored(committed)
         except FastDeployRLError as error:

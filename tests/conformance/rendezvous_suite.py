@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import Question, Rendezvous
-from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
 
 _T = TypeVar("_T")
 QUESTIONS = tuple(Question)
@@ -139,6 +139,63 @@ class RendezvousSuite:
             seat.vote(2, Ballot.STAGED)
         records = seats[0].await_votes(2, Ballot.STAGED, at_once())
         assert [(record.error, record.reason) for record in records] == [("", "")] * 3
+
+    # --- lost ranks --------------------------------------------------------------------------------
+
+    def test_a_lost_rank_is_known_to_all_until_it_is_back(self, seats: Sequence[Rendezvous]) -> None:
+        assert [seat.lost_ranks() for seat in seats] == [frozenset()] * 3
+        seats[0].mark_lost(2)
+        assert [seat.lost_ranks() for seat in seats] == [frozenset({2})] * 3
+        seats[2].mark_back()
+        assert [seat.lost_ranks() for seat in seats] == [frozenset()] * 3
+
+    def test_nobody_waits_for_the_vote_of_a_lost_rank(self, seats: Sequence[Rendezvous]) -> None:
+        """Whoever waits is woken, and told who died; a rank that came that far before it died has voted."""
+        for seat in seats[:2]:
+            seat.vote(1, Ballot.STAGED)
+
+        def meet(seat: Rendezvous) -> str:
+            if seat.rank == 0:
+                with pytest.raises(PeerLostError) as told:
+                    seat.await_votes(1, Ballot.STAGED, soon())
+                return str(told.value)
+            if seat.rank == 1:
+                seat.mark_lost(2)
+            return ""
+
+        assert "ranks [2] died before they reached STAGED" in together(seats, meet)[0]
+        seats[2].vote(1, Ballot.STAGED)
+        assert len(seats[0].await_votes(1, Ballot.STAGED, at_once())) == 3
+
+    def test_who_has_finished_is_settled_by_the_living(self, seats: Sequence[Rendezvous]) -> None:
+        seats[0].mark_lost(2)
+        seats[0].vote(1, Ballot.FINISHED)
+        with pytest.raises(DeadlineExceededError, match=r"ranks \[1, 2\] did not reach FINISHED"):
+            seats[0].await_votes(1, Ballot.FINISHED, at_once())
+        seats[1].vote(1, Ballot.FINISHED)
+        with pytest.raises(PeerLostError, match=r"ranks \[2\] died"):
+            seats[0].await_votes(1, Ballot.FINISHED, at_once())
+
+    def test_who_is_excused_is_not_waited_for(self, seats: Sequence[Rendezvous]) -> None:
+        seats[0].mark_lost(2)
+        for ballot in (Ballot.STAGED, Ballot.VERIFIED, Ballot.FINISHED):
+            for seat in seats[:2]:
+                seat.vote(1, ballot)
+            assert len(seats[0].await_votes(1, ballot, at_once(), excused=frozenset({2}))) == 3
+
+    def test_a_death_decides_no_where_nothing_is_decided(self, seats: Sequence[Rendezvous]) -> None:
+        """So that who waits for the decision undoes at once; a YES that stands is followed."""
+        seats[0].announce(command(1))
+        seats[0].decide_once(Question.INSTALL, 1, Decision.YES)
+        seats[1].mark_lost(2)
+        assert seats[0].decide_once(Question.COMMIT, 1, Decision.YES) is Decision.NO
+        assert [seat.decided(Question.INSTALL, 1) for seat in seats] == [Decision.YES] * 3
+
+    def test_a_death_between_two_commands_takes_nothing_from_the_next(self, seats: Sequence[Rendezvous]) -> None:
+        seats[0].mark_lost(2)
+        seats[2].mark_back()
+        seats[0].announce(command(1))
+        assert seats[1].decide_once(Question.INSTALL, 1, Decision.YES) is Decision.YES
 
     # --- decisions ---------------------------------------------------------------------------------
 

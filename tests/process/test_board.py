@@ -45,6 +45,9 @@ def soon(seconds: float = 10.0) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
 
+RANK = RankRecord(1, 1, 0, 0, 0, "ready", "", "", "")
+
+
 def command(number: int) -> CommandRecord:
     return CommandRecord(number, kind=1, epoch=2, step=3, deadline_ns=soon(), content_digest="ab" * 32)
 
@@ -58,16 +61,63 @@ def test_records_come_back_as_they_were_written(board: Board):
     assert board.read_rank(0).reason == board.read_rank(2).reason == ""
 
 
-def test_a_writer_that_died_inside_a_write_is_noticed_and_mended(board: Board, monkeypatch: pytest.MonkeyPatch):
-    """An odd counter: readers give up by their deadline, the next write makes the record whole."""
-    monkeypatch.setattr("fastdeploy_rl.board.board._READ_DEADLINE_NS", 20_000_000)
+@pytest.mark.parametrize("num_bytes", [0, 1, 8, 9, 500, 2000])
+def test_a_writer_that_dies_inside_a_write_leaves_the_record_before_it(board: Board, num_bytes: int):
+    """However far it came: the copy that it filled is not the one that holds. The next writer goes on."""
     offset = layout.rank_offset(0)
-    _native.store_u64(board.mapping, offset, 5)
-    with pytest.raises(DeadlineExceededError, match="writer died"):
-        board.read_rank(0)
-    board.write(RankRecord(1, 0, 0, 0, "ready", "", "", ""), offset)
-    assert board.read_rank(0).phase == "ready"
-    assert board.load(offset) == 6
+    former = RANK._replace(phase="former")
+    board.write(former, offset)
+    counter = board.load(offset)
+    start = offset + layout.copy_offset(RankRecord, counter + 1)
+    fresh = layout.with_checksum(layout.pack(RANK._replace(phase="fresh", reason="x" * 2048)))
+    with memoryview(board.mapping) as view:
+        view[start : start + num_bytes] = fresh[:num_bytes]
+    assert board.read_rank(0) == former
+    board.write(RANK, offset)
+    assert board.read_rank(0) == RANK
+
+
+@pytest.mark.parametrize("place", [0, 7, 8, 9, 60, 120, 500])
+def test_a_flipped_bit_in_a_record_is_no_other_record(board: Board, place: int):
+    """In the checksum or in a field: the rank counts as silent, until it writes again."""
+    offset = layout.rank_offset(0)
+    board.write(RANK, offset)
+    at = offset + layout.copy_offset(RankRecord, board.load(offset)) + place
+    with memoryview(board.mapping) as view:
+        view[at] ^= 0x10
+    assert board.read_rank(0) == layout.UNREADABLE_RANK
+    with pytest.raises(DeadlineExceededError, match="another process wrote there"):
+        board.read(RankRecord, offset, 0.01)
+    board.write(RANK, offset)
+    board.write(RANK, offset)
+    assert board.read_rank(0) == RANK
+
+
+def test_a_flipped_bit_in_the_counter_gives_the_record_before_at_worst(board: Board):
+    offset = layout.rank_offset(0)
+    former = RANK._replace(phase="former")
+    board.write(former, offset)
+    board.write(RANK, offset)
+    for bit in range(64):
+        counter = board.load(offset)
+        _native.store_u64(board.mapping, offset, counter ^ 1 << bit)
+        assert board.read_rank(0) in (RANK, former)
+        _native.store_u64(board.mapping, offset, counter)
+
+
+def test_a_lost_rank_is_known_to_all_and_what_is_undecided_is_decided_no(board: Board):
+    rendezvous = BoardRendezvous(board, 0)
+    rendezvous.announce(command(1))
+    assert rendezvous.decide_once(Question.INSTALL, 1, Decision.YES) is Decision.YES
+    board.mark_lost(2)
+    assert board.lost_ranks() == {2}
+    assert rendezvous.decided(Question.INSTALL, 1) is Decision.YES
+    assert rendezvous.decided(Question.COMMIT, 1) is Decision.NO
+    board.condemn(2)
+    assert board.condemned_ranks() == {2}
+    BoardRendezvous(board, 2).mark_back()
+    assert board.lost_ranks() == board.condemned_ranks() == frozenset()
+    assert (board.generation, board.advance_generation(), board.generation) == (1, 2, 2)
 
 
 def test_readers_never_see_half_a_record(board: Board):
@@ -76,8 +126,8 @@ def test_readers_never_see_half_a_record(board: Board):
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board import layout
 board = Board.attach({board.port})
-a = layout.RankRecord(1, 1, 1, 1, "a" * 16, "a" * 64, "a" * 64, "a" * 2048)
-b = layout.RankRecord(2, 2, 2, 2, "b" * 16, "b" * 64, "b" * 64, "b" * 2048)
+a = layout.RankRecord(1, 1, 1, 1, 1, "a" * 16, "a" * 64, "a" * 64, "a" * 2048)
+b = layout.RankRecord(2, 2, 2, 2, 2, "b" * 16, "b" * 64, "b" * 64, "b" * 2048)
 print("go", flush=True)
 for _ in range(20000):
     board.write(a, layout.rank_offset(0)); board.write(b, layout.rank_offset(0))
@@ -158,7 +208,7 @@ def test_silent_ranks_are_named(board: Board):
 
 def test_a_live_engine_keeps_its_port(board: Board):
     """A second engine is refused and touches nothing."""
-    board.write(RankRecord(1, 0, 0, 0, "ready", "", "", ""), layout.rank_offset(0))
+    board.write(RANK, layout.rank_offset(0))
     with pytest.raises(
         ConfigurationError, match=rf"port {board.port} belongs to a live engine \(pid {os.getpid()}, since"
     ):

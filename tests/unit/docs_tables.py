@@ -37,6 +37,9 @@ _HEADER_FIELDS = {
     "PORT_OFFSET": ("u64", "the port in the board's name"),
     "DOORBELL_OFFSET": ("i32", "futex: rung by clients and by the watcher of the status word; rank 0 waits on it"),
     "BELL_OFFSET": ("i32", "futex: rung after every store that somebody may wait for"),
+    "GENERATION_OFFSET": ("u64", "1 at first; whoever starts a rank again counts up: its collectives are of that one"),
+    "LOST_OFFSET": ("u64", "a bit for each rank that died and is not back"),
+    "CONDEMNED_OFFSET": ("u64", "a bit for each rank that follows no decision, and is to be killed"),
     "TICKET_OFFSET": ("u64", "counts requests; their order is the order of their tickets"),
     "RUN_DIR_OFFSET": ("text", "the run directory; its owner's lock is that path with `.lock` behind"),
 }
@@ -71,8 +74,12 @@ def board_records() -> str:
     return "\n".join(f"**{record.__name__}**\n\n{_fields(record, text)}" for record, text in layout._FORMATS.items())
 
 
+_START_IN_SLOT = {layout.RequestRecord: layout.COUNTER_BYTES, layout.OutcomeRecord: layout.OUTCOME_IN_SLOT}
+"""The others stand in copies, behind their checksums."""
+
+
 def _fields(record: type, text: str) -> str:
-    start = layout.OUTCOME_IN_SLOT if record is layout.OutcomeRecord else 8
+    start = _START_IN_SLOT.get(record, layout.CHECKSUM_BYTES)
     names: Sequence[str] = record._fields  # type: ignore[attr-defined]
     rows, offset = [], start
     for name, (kind, size) in zip(names, _members(text), strict=True):

@@ -252,7 +252,7 @@ class Rig:
 
 @contextmanager
 def rig(place: Path, mode: str, rollback: str = "keep") -> Iterator[Rig]:
-    with WeightPublisher(place / "channel", max_arenas=3, deadline_s=2.0) as publisher:
+    with WeightPublisher(place / "channel", max_arenas=6, deadline_s=2.0) as publisher:
         table = LeaseTable(publisher.channel.leases_of(0), publisher.channel.holders_dir)
         table.open()
         source = FaultySource(IpcSource(SourceConfig(place / "channel")))

@@ -94,7 +94,7 @@ def slope(who: str, gauge: Gauge, updates: Sequence[float], values: Sequence[flo
     kept_updates, kept = after_warm_up(updates), values[-len(after_warm_up(updates)) :]
     span = kept_updates[-1] - kept_updates[0]
     rise = float(np.polyfit(kept_updates, kept, 1)[0])
-    return Slope(who, gauge.name, gauge.unit, round(1000 * rise, 2), round(1000 * gauge.noise / span, 2))
+    return Slope(who, gauge.name, gauge.unit, round(1000 * rise, 2) + 0.0, round(1000 * gauge.noise / span, 2))
 
 
 def after_warm_up(updates: Sequence[float]) -> Sequence[float]:

@@ -73,12 +73,21 @@ def refuse_what_cannot_be_aliased(scene: Scene) -> Sequence[str]:
 
 
 def refuse_to_go_back(scene: Scene) -> Sequence[str]:
-    """The version before is still to be had, or not any more."""
+    """Without force; the version before is still to be had, or not any more."""
     former = scene.publish()
     version = scene.publish()
     scene.client.update(deadline_s=WAIT_S)
     _expect((VersionRegressError, NoPublicationError), lambda: scene.client.update(former, deadline_s=WAIT_S))
     return [version]
+
+
+def go_back_by_force(scene: Scene) -> Sequence[str]:
+    """Nothing was published over the memory of the version before, so that it is there."""
+    former = scene.publish()
+    scene.publish()
+    scene.client.update(deadline_s=WAIT_S)
+    scene.client.update(former, force=True, deadline_s=WAIT_S)
+    return [former]
 
 
 def cut_an_update_short(scene: Scene) -> Sequence[str]:
@@ -167,6 +176,7 @@ ROUNDS: tuple[Callable[[Scene], Sequence[str]], ...] = (
     two_controllers_update,
     refuse_what_cannot_be_aliased,
     refuse_to_go_back,
+    go_back_by_force,
     clear,
     cut_an_update_short,
     write_the_word,

@@ -70,7 +70,7 @@ class Progress:
         if not sys.stderr.isatty() and now - self._told < TOLD_EVERY_S:
             return
         self._told = now
-        left_s = (now - self._began) * (self._total - done) / max(done, 1)
+        left_s = (now - self._began) * max(self._total - done, 0) / max(done, 1)
         text = (
             f"soak: {done}/{self._total} updates, {stretch.strategy} {stretch.mode}, "
             f"{stretch.num_answers} answers, {stretch.num_wrong} wrong, {left_s:.0f} s left"

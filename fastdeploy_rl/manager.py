@@ -278,6 +278,16 @@ class DynamicWeightManager:
         """A complete version is live on this rank."""
         return self._state.live is not None
 
+    def is_whole(self) -> bool:
+        """On rank 0: every rank is there and holds the version that is served, so that a forward pass is of one version.
+        False while a rank is missing, comes back, or goes back to an older version; ask again."""
+        return self._coordinator is not None and self._coordinator.is_whole()
+
+    @property
+    def is_settling(self) -> bool:
+        """On a rank 0 that takes over: whether the engine will serve is not known yet."""
+        return self._coordinator is not None and self._coordinator.is_taking_over
+
     def poll(self) -> int:
         """Number of the command whose stalled part every rank must `run` at this boundary; 0 when there is none.
 
@@ -310,13 +320,24 @@ class DynamicWeightManager:
         """What the manager's own thread staged for `number`; None when that
         was taken back, or did not come before the command's deadline."""
         record = self._rendezvous.current()
+        own = self._rendezvous.own
+        is_over = (own.command, own.ballot) == (number, Ballot.FINISHED)
         # Of a command that is over there is nothing: what may lie there is the next one's, for its own boundary.
-        if record.number == number:
+        if record.number == number and not is_over:
             left_s = (record.deadline_ns - time.monotonic_ns()) / 1e9
             with contextlib.suppress(queue.Empty):
                 return self._handovers.get(timeout=left_s) if left_s > 0 else self._handovers.get_nowait()
         _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
         return None
+
+    def condemn(self, silent: DeadlineExceededError) -> None:
+        """Of a meeting of the collectives: the ranks that did not come are to be killed and started again. Where nobody
+        does that, `silent` is raised."""
+        if not self._config.is_restarted_on_death or not silent.missing:
+            raise silent
+        _log.error("rank=%d event=condemned silent_ranks=%s reason=%r", self.rank, sorted(silent.missing), str(silent))
+        for rank in silent.missing:
+            self._board.condemn(rank)
 
     def rejoin(self, collectives: Collectives) -> None:
         """After a PeerLostError of the collectives, and as a starting rank: a place in the present generation, when
@@ -382,15 +403,24 @@ class DynamicWeightManager:
             self._board.condemn(0)
 
     def _look_after_memory(self) -> None:
-        """Memory that was rebound was read when it was staged, and not in the stall. Here it is read once more: whoever
-        wrote into it in between is noticed a moment later."""
+        """Published memory that parameters lie in: that whoever lent it is still there; and once after a commit that it
+        still holds what was staged. The stall does not read it, so whoever wrote into it is noticed a moment later."""
         live = self._state.live
-        if self._is_audited or live is None or live.is_read_back:
+        if live is None or live.staged is None or self._rendezvous.own.phase == TORN:
             return
-        self._is_audited = True
-        failure = self._attempt(lambda: audit(live, self.rank, self._config.num_copy_threads))
-        if failure is not None:
-            self._rendezvous.show(phase=TORN, reason=failure.text)
+        if not live.staged.is_vouched():
+            self._declare_torn(f"the trainer that lent the memory of version {live.version} is gone; update again")
+        elif not self._is_audited:
+            self._is_audited = True
+            failure = self._attempt(lambda: audit(live, self.rank, self._config.num_copy_threads))
+            if failure is not None:
+                self._declare_torn(failure.text)
+
+    def _declare_torn(self, reason: str) -> None:
+        """Rank 0 sees it and fences the engine."""
+        _log.error("rank=%d event=torn reason=%r", self.rank, reason)
+        self._rendezvous.show(phase=TORN, reason=reason)
+        self._board.ring_doorbell()
 
     def _retire_replaced(self) -> None:
         """The new version is live, whatever happens here: memory that somebody still looks at is only reported."""

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
 from tests.process.test_missed_and_fenced import wait_until
-from tests.process.test_update_numpy import MODEL, publish
+from tests.process.test_update_numpy import MODEL, as_the_engine, publish
 
 RANKS = (0, 1, 2)
 
@@ -70,9 +71,7 @@ def test_a_rank_that_dies_idle_comes_back_to_what_it_started_with(tmp_path: Path
 
 @pytest.mark.parametrize("apply_mode", ["alias", "copy"])
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_rank_that_dies_after_an_update_comes_back_to_it_from_the_channel(
-    tmp_path: Path, rank: int, apply_mode: str
-):
+def test_a_rank_that_dies_after_an_update_comes_back_to_it_from_the_channel(tmp_path: Path, rank: int, apply_mode: str):
     """Also where a newer version stands in the channel meanwhile: what was committed is what comes back."""
     with scene(tmp_path, apply_mode) as (engine, publisher, client):
         publish(publisher, random_weights(MODEL, 1), 1)
@@ -94,11 +93,10 @@ def test_an_update_in_flight_ends_at_once_when_a_rank_dies(tmp_path: Path, rank:
         client.update()
         publish(publisher, random_weights(MODEL, 2), 2)
         assert engine.ask(busy, "busy 3") == "begun"
-        with contextlib.ExitStack() as stack:
-            asking = stack.enter_context(_asked(engine.port))
+        with _asked(engine.port) as outcome:
             wait_until(lambda: all(engine.board.read_rank(r).ballot == Ballot.STAGED for r in RANKS))
             kill(engine, rank)
-            error = asking()
+            error = outcome()
         assert isinstance(error, PeerLostError)
         assert engine.read(busy) == "done"
         await_recovery(engine, client, 1)
@@ -160,9 +158,8 @@ def test_a_cleared_engine_stays_cleared_when_a_rank_comes_back(tmp_path: Path):
 
 
 @contextlib.contextmanager
-def _asked(port: int) -> Iterator[object]:
+def _asked(port: int) -> Iterator[Callable[[], object]]:
     """An update with a far deadline, asked for by another thread; called, it gives what came of it."""
-    from concurrent.futures import ThreadPoolExecutor
 
     def ask() -> object:
         with BoardClient(port) as client:
@@ -174,3 +171,18 @@ def _asked(port: int) -> Iterator[object]:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask)
         yield lambda: future.result(30)
+
+
+def test_borrowed_memory_whose_trainer_is_gone_fences(tmp_path: Path):
+    """Nobody vouches for it any more. What a publisher copied stays: the lease vouches for that."""
+    with scene(tmp_path, "alias") as (engine, publisher, client):
+        weights, dtypes = random_weights(MODEL, 1), {spec.name: spec.dtype for spec in MODEL.specs}
+        lent = publisher.allocate({name: (dtypes[name], array.shape) for name, array in weights.items()})
+        for name, array in weights.items():
+            lent[name][...] = array
+        publisher.publish(dict(lent), step=1, borrow=True, convention=as_the_engine)
+        client.update()
+        publisher.close()
+        wait_until(lambda: client.status().legacy_status == "CLEARED")
+        assert "the trainer that lent the memory of version 1.1 is gone" in client.status().reason
+        assert engine.tokens() == [None] * 3

@@ -192,7 +192,12 @@ class BoardClient:
         finished = self._word(SlotState.FINISHED)
         what = f"the outcome of {kind.name.lower()}"
         last_ns = deadline_ns + int(Deadlines.outcome_s * 1e9)
-        if not self._wait(lambda: self._board.load(offset) == finished, last_ns, what):
+        is_told = self._wait(lambda: self._board.load(offset) == finished, last_ns, what)
+        if not is_told and self._board.lost_ranks():
+            # The outcome is decided; a rank that is just started again will tell it.
+            last_ns += int(Deadlines.rejoin_s * 1e9)
+            is_told = self._wait(lambda: self._board.load(offset) == finished, last_ns, what)
+        if not is_told:
             seen = ", ".join(map(_last_seen, self._board.status().ranks))
             raise DeadlineExceededError.waiting_for(
                 f"outcome of {kind.name.lower()} at port {self._port}", since_s=begun, hint=f"ranks: {seen}"

@@ -337,7 +337,7 @@ class _Engine:
         face = EngineFace(completions, weights, metrics)
         server = _Server(
             uvicorn.Config(
-                make_app(face, self._config.api_keys),
+                make_app(face, self._config.api_keys, self._config.deadlines),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -28,6 +28,11 @@ ROLLBACKS = (KEEP, REFETCH, OFF)
 of their size. `refetch`: they are read from the channel again. `off`: not at all; the engine is fenced. A rebind leaves
 the old weights where they are, so that all three go back at no cost."""
 
+RESTART, STOP = "restart", "stop"
+ON_WORKER_DEATH = (RESTART, STOP)
+"""What follows when a rank of a serving engine dies. `restart`: it is started again and comes back to the committed
+version, while the others keep theirs. `stop`: the engine ends."""
+
 FINISH_GRACE_S = 5.0
 """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
 BOARD_GRACE_S = FINISH_GRACE_S + 5.0
@@ -63,6 +68,8 @@ class Deadlines:
     """An update for which nobody named a deadline."""
     clear_s: float = 30.0
     """A clear for which nobody named a deadline."""
+    recompute_s: float = 30.0
+    """Reading live memory again for a receipt, for which nobody named a deadline."""
     stop_s: float = 10.0
     """From the word to stop until every rank has ended."""
     finish_s: float = FINISH_GRACE_S

@@ -4,6 +4,7 @@ import argparse
 
 from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb, client_key
 from fastdeploy_rl.cli.reports import print_report
+from fastdeploy_rl.config import Deadlines
 
 _EXAMPLES = """\
   fastdeploy-rl clear
@@ -13,7 +14,7 @@ _EXAMPLES = """\
 def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "clear", "free weights and KV cache on all ranks; `update` brings them back", _EXAMPLES)
     add_engine(parser)
-    add_deadline(parser, 30.0)
+    add_deadline(parser, Deadlines.clear_s)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -16,6 +16,7 @@ from fastdeploy_rl.cli.options import (
     print_json,
 )
 from fastdeploy_rl.cli.progress import SlowProgress
+from fastdeploy_rl.config import Deadlines
 
 if TYPE_CHECKING:
     from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def add_parser(verbs: Verbs) -> None:
         help="leave dtype and orientation ([out, in]) as in the file: quicker to publish, and every rank turns its own",
     )
     add_channel(parser)
-    add_deadline(parser, 30.0)
+    add_deadline(parser, Deadlines.publish_s)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -12,6 +12,7 @@ from fastdeploy_rl.cli.options import (
     print_fields,
     print_json,
 )
+from fastdeploy_rl.config import Deadlines
 
 _EXAMPLES = """\
   fastdeploy-rl receipt                  # of the last commit
@@ -26,7 +27,7 @@ def add_parser(verbs: Verbs) -> None:
         "--recompute", action="store_true", help="compute the checksums of live memory again and compare"
     )
     add_engine(parser)
-    add_deadline(parser, 30.0)
+    add_deadline(parser, Deadlines.recompute_s)
     add_json(parser)
     parser.set_defaults(run=run)
 

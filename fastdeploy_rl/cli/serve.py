@@ -22,8 +22,9 @@ from fastdeploy_rl.cli.options import (
     positive,
     print_fields,
     print_line,
+    seconds,
 )
-from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS
+from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines
 from fastdeploy_rl.observe.sizes import size_text
 
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ def add_parser(verbs: Verbs) -> None:
         default=port(DEFAULT_ENGINE),
         metavar="PORT",
         help=f"number in the names of board and status words (default {DEFAULT_ENGINE})",
+    )
+    parser.add_argument(
+        "--update-deadline",
+        type=seconds,
+        default=Deadlines.update_s,
+        metavar="SECONDS",
+        help="an update that nobody gave a deadline, as one by the status word, is undone after this long "
+        f"(default {Deadlines.update_s:g})",
     )
     parser.add_argument(
         "--max-num-seqs", type=positive, default=8, metavar="N", help="requests that run at once (default 8)"
@@ -155,6 +164,7 @@ def run(options: argparse.Namespace) -> int:
         max_waiting=options.max_waiting,
         uses_generation_config=options.generation_config == "auto",
         log_dir=options.log_dir,
+        deadlines=Deadlines(update_s=options.update_deadline),
         api_keys=(*(options.api_key or ()), *(options.api_key_file or ())) or api_keys(),
     )
     # Until the log file is there, nothing that is logged belongs on the operator's terminal.

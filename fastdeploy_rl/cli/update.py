@@ -4,6 +4,7 @@ import argparse
 
 from fastdeploy_rl.cli.options import Verbs, add_deadline, add_engine, add_json, add_verb, client_key
 from fastdeploy_rl.cli.reports import print_report
+from fastdeploy_rl.config import Deadlines
 
 _EXAMPLES = """\
   fastdeploy-rl update                                   # the newest version
@@ -15,7 +16,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("version", nargs="?", default=None, metavar="VERSION", help="as `3.1200` (default: the newest)")
     parser.add_argument("--force", action="store_true", help="also a version that goes back, or the one that is live")
     add_engine(parser)
-    add_deadline(parser, 30.0)
+    add_deadline(parser, Deadlines.update_s)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -32,17 +32,17 @@ class AsyncBoardEngine:
         self._asking: dict[BoardClient, asyncio.Future[Any]] = {}
 
     async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         return await self._call(lambda client: client.update(version, deadline_s=deadline_s, force=force))
 
-    async def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         return await self._call(lambda client: client.clear(deadline_s=deadline_s))
 
     async def status(self) -> EngineStatus:
         return await self._call(BoardClient.status)
 
-    async def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    async def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         return await self._call(lambda client: client.receipt(recompute=recompute, deadline_s=deadline_s))
 
     async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:

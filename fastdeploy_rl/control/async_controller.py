@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.async_board import AsyncBoardEngine
 from fastdeploy_rl.control.controller import http_clients
 from fastdeploy_rl.errors import ConfigurationError
@@ -27,14 +28,14 @@ class AsyncEngineWay(Protocol):
     ) -> None: ...
 
     async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport: ...
 
-    async def clear(self, *, deadline_s: float = 30.0) -> UpdateReport: ...
+    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport: ...
 
     async def status(self) -> EngineStatus: ...
 
-    async def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt: ...
+    async def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt: ...
 
     async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]: ...
 
@@ -64,17 +65,17 @@ class AsyncEngineController:
         await self._stack.aclose()
 
     async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         return await self._way.update(version, deadline_s=deadline_s, force=force)
 
-    async def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         return await self._way.clear(deadline_s=deadline_s)
 
     async def status(self) -> EngineStatus:
         return await self._way.status()
 
-    async def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    async def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         return await self._way.receipt(recompute=recompute, deadline_s=deadline_s)
 
     async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:

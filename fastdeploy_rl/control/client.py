@@ -186,19 +186,19 @@ class HttpEngine:
         self._http = httpx.Client(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
     def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         """Takes the version (the newest for None) over, on all ranks or none; raises what the engine raised."""
         return self._call(update_call(version, deadline_s, force))
 
-    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         """Frees weights and KV cache on all ranks."""
         return self._call(clear_call(deadline_s))
 
     def status(self) -> EngineStatus:
         return self._call(status_call())
 
-    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         """The proof of the last commit; with `recompute` checked
         against live memory, ChecksumMismatchError where it differs."""
         return self._call(receipt_call(recompute, deadline_s))
@@ -233,17 +233,17 @@ class AsyncHttpEngine:
         self._http = httpx.AsyncClient(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
     async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         return await self._call(update_call(version, deadline_s, force))
 
-    async def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         return await self._call(clear_call(deadline_s))
 
     async def status(self) -> EngineStatus:
         return await self._call(status_call())
 
-    async def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    async def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         return await self._call(receipt_call(recompute, deadline_s))
 
     async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]:

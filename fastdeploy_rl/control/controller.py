@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import ModuleType, TracebackType
 from typing import Protocol
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
@@ -26,14 +27,14 @@ class EngineWay(Protocol):
     ) -> None: ...
 
     def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport: ...
 
-    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport: ...
+    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport: ...
 
     def status(self) -> EngineStatus: ...
 
-    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt: ...
+    def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt: ...
 
     def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]: ...
 
@@ -62,7 +63,7 @@ class EngineController:
         self._stack.close()
 
     def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = 30.0, force: bool = False
+        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
     ) -> UpdateReport:
         """All ranks take `version` (the newest published one when None) over; returns the report with its receipt.
 
@@ -71,14 +72,14 @@ class EngineController:
         allows a version that goes back, and takes over again one that is live already."""
         return self._way.update(version, deadline_s=deadline_s, force=force)
 
-    def clear(self, *, deadline_s: float = 30.0) -> UpdateReport:
+    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
         """Ends the requests in flight and frees weights and KV cache on every rank; returns when they are freed."""
         return self._way.clear(deadline_s=deadline_s)
 
     def status(self) -> EngineStatus:
         return self._way.status()
 
-    def receipt(self, *, recompute: bool = False, deadline_s: float = 30.0) -> Receipt:
+    def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
         """The proof of what is live. `recompute`: every rank reads its live memory again; ChecksumMismatchError names
         each tensor and rank that is no longer what the receipt says."""
         return self._way.receipt(recompute=recompute, deadline_s=deadline_s)

@@ -55,17 +55,18 @@ _RETRIED = (NotServingError.http_status, OverloadedError.http_status)
 
 
 class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/weights/update. No version means the newest; `force` allows one that goes back."""
+    """POST /v1/weights/update. No version means the newest; no deadline the engine's; `force` allows a version that
+    goes back."""
 
     version: str | None = None
-    deadline_s: float = Deadlines.update_s
+    deadline_s: float | None = None
     force: bool = False
 
 
 class ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """POST /v1/weights/clear."""
 
-    deadline_s: float = Deadlines.clear_s
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,10 @@ class EngineFace:
     metrics: EngineMetrics
 
 
-def make_app(face: EngineFace, api_keys: Sequence[str] = (), *, body_s: float = Deadlines.body_s) -> FastAPI:
-    """The application; starts nothing and owns nothing of `face`. Without `api_keys` every client is served. A body
-    that is not whole within `body_s` is waited for no longer."""
+def make_app(face: EngineFace, api_keys: Sequence[str] = (), deadlines: Deadlines | None = None) -> FastAPI:
+    """The application; starts nothing and owns nothing of `face`. Without `api_keys` every client is served."""
     app = FastAPI(title="fastdeploy_rl", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.body_s = body_s
+    app.state.deadlines = deadlines = deadlines or Deadlines()
     if api_keys:
         app.add_middleware(ApiKeyGuard, keys=api_keys)
     app.add_exception_handler(FastDeployRLError, _answer_error)
@@ -89,7 +89,7 @@ def make_app(face: EngineFace, api_keys: Sequence[str] = (), *, body_s: float = 
     app.add_exception_handler(Exception, _answer_error)
     _add_engine_routes(app, face)
     _add_completion_routes(app, face)
-    _add_weight_routes(app, face.weights)
+    _add_weight_routes(app, face.weights, deadlines)
     _add_legacy_routes(app, face.weights)
     return app
 
@@ -160,7 +160,7 @@ async def _cancel_when_gone(request: Request, running: RunningCompletion) -> Non
     running.cancel()
 
 
-def _add_weight_routes(app: FastAPI, weights: WeightsService) -> None:
+def _add_weight_routes(app: FastAPI, weights: WeightsService, deadlines: Deadlines) -> None:
     @app.get("/v1/weights")
     async def status() -> Response:
         return _json(await weights.status())
@@ -175,18 +175,19 @@ def _add_weight_routes(app: FastAPI, weights: WeightsService) -> None:
 
     @app.get("/v1/weights/receipt")
     async def receipt(request: Request) -> Response:
-        recompute = _flag(request, "recompute")
-        return _json(await weights.receipt(recompute=recompute, deadline_s=_seconds(request, "deadline_s")))
+        deadline_s = _seconds(request, "deadline_s", deadlines.recompute_s)
+        return _json(await weights.receipt(recompute=_flag(request, "recompute"), deadline_s=deadline_s))
 
     @app.post("/v1/weights/update")
     async def update(request: Request) -> Response:
         body = _decode(await _read_body(request), UpdateBody)
-        return _json(await weights.update(body.version, deadline_s=body.deadline_s, force=body.force))
+        deadline_s = deadlines.update_s if body.deadline_s is None else body.deadline_s
+        return _json(await weights.update(body.version, deadline_s=deadline_s, force=body.force))
 
     @app.post("/v1/weights/clear")
     async def clear(request: Request) -> Response:
         body = _decode(await _read_body(request), ClearBody)
-        return _json(await weights.clear(deadline_s=body.deadline_s))
+        return _json(await weights.clear(deadline_s=deadlines.clear_s if body.deadline_s is None else body.deadline_s))
 
 
 def _add_legacy_routes(app: FastAPI, weights: WeightsService) -> None:
@@ -221,7 +222,7 @@ async def _read_body(request: Request) -> bytes:
     """A client that stops in the middle of its request must not be waited for without an end."""
     begun = time.monotonic()
     try:
-        return await asyncio.wait_for(_whole_body(request), request.app.state.body_s)
+        return await asyncio.wait_for(_whole_body(request), request.app.state.deadlines.body_s)
     except asyncio.TimeoutError as error:  # builtin TimeoutError from Python 3.11 on
         raise DeadlineExceededError.waiting_for("whole request body", since_s=begun, hint="send it at once") from error
 
@@ -256,8 +257,8 @@ def _count(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
-def _seconds(request: Request, name: str) -> float:
-    text = request.query_params.get(name, str(Deadlines.update_s))
+def _seconds(request: Request, name: str, default: float) -> float:
+    text = request.query_params.get(name, str(default))
     try:
         return float(text)
     except ValueError as error:

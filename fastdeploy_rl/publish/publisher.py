@@ -44,7 +44,7 @@ class Published:
     seconds: float
     _opened: OpenChannel = field(repr=False, compare=False)
 
-    def wait_released(self, deadline_s: float = 30.0) -> None:
+    def wait_released(self, deadline_s: float = config.Deadlines.publish_s) -> None:
         """Takes borrowed memory back: returns when no live process holds a lease on this publication's tensors of this
         process, and nobody can get one any more. Then they may change, and be published again.
 
@@ -82,7 +82,7 @@ class WeightPublisher:
         channel: str | Path | None = None,
         *,
         part: tuple[int, int] = (0, 1),
-        deadline_s: float = 30.0,
+        deadline_s: float = config.Deadlines.publish_s,
         max_arenas: int = 3,
         observer: PublishObserver | None = None,
     ) -> None:

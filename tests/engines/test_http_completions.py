@@ -20,6 +20,7 @@ from fake_engine import (
     make_face,
 )
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import GenerationDefaults, SamplingOptions
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
@@ -29,11 +30,11 @@ class Client:
     """Requests against the application itself, without a socket."""
 
     def __init__(
-        self, engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL, **settings: float
+        self, engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL, **deadlines: float
     ) -> None:
         self.engine, self.board = engine, board
         self.face = make_face(engine, board, defaults)
-        self._app = make_app(self.face, **settings)
+        self._app = make_app(self.face, deadlines=Deadlines(**deadlines))
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
         async def call() -> httpx.Response:

@@ -45,11 +45,14 @@ class Scene(NamedTuple):
 
     @contextmanager
     def stopped(self, rank: int) -> Iterator[None]:
-        os.kill(self.engine.workers[rank].pid, signal.SIGSTOP)
+        """Every thread of it, before anything is asked: one that still ran could vote."""
+        pid = self.engine.workers[rank].pid
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         try:
             yield
         finally:
-            os.kill(self.engine.workers[rank].pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
 
     def check_nothing_changed(self) -> None:
         """Asked with a command of its own: all ranks carry commands out one after another, so that nothing of an

@@ -44,7 +44,7 @@ def settings(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
 
 def status_of(engine: Engine, path: str, key: str = "") -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(f"http://127.0.0.1:{engine.settings['port']}{path}", headers=headers).status_code
+    return httpx.get(f"http://127.0.0.1:{engine.settings['port']}{path}", headers=headers, timeout=DEADLINE_S).status_code
 
 
 def test_a_key_opens_a_served_engine_and_stands_nowhere(

@@ -74,6 +74,7 @@ SPOKEN = {
     ("engines/embedded/worker_process.py", "self._child.poll()"): NEVER_WAITS,
     ("engines/numpy/worker.py", "self._manager.poll()"): NEVER_WAITS,
     ("engines/numpy/worker.py", "time.sleep(float(question.removeprefix('busy ')))"): "as long as a test says",
+    ("manager.py", "self._lock.acquire()"): OWNER_LOCK,
     ("memory/owner_lock.py", "self.acquire()"): OWNER_LOCK,
     ("memory/owner_lock.py", "time.sleep(_SWEEP_POLL_S)"): IN_A_LOOP,
     ("publish/leases.py", "self._lock.acquire()"): OWNER_LOCK,
@@ -211,6 +212,31 @@ def test_every_default_of_a_deadline_stands_in_the_configuration() -> None:
         for match in constant.finditer(path.read_text())
     ]
     assert elsewhere == []
+
+
+def test_no_parameter_has_a_deadline_of_its_own_by_default() -> None:
+    """A default is one of Deadlines, or None."""
+    bounded = re.compile(r"(deadline|timeout)\w*$")
+    defaults: list[str] = []
+    for path in source_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                given = node.args
+                positional = [*given.posonlyargs, *given.args]
+                pairs = [
+                    *zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True),
+                    *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+                ]
+                defaults += [
+                    f"{path.relative_to(ROOT)}: {node.name}({name.arg}={ast.unparse(default)})"
+                    for name, default in pairs
+                    if default is not None and bounded.search(name.arg) and _is_number(default)
+                ]
+    assert defaults == []
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def test_every_deadline_says_what_it_is_for() -> None:

@@ -23,7 +23,7 @@ from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.plan.planner import LastPlan
-from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
+from fastdeploy_rl.publish.leases import LeaseTable
 from fastdeploy_rl.publish.publisher import Published, WeightPublisher
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
@@ -46,7 +46,7 @@ SPECS = (
 )
 AXES = {spec.name: spec.shard_axis for spec in SPECS}
 MODEL = NumpyModel(SPECS)
-RANK, NUM_RANKS = 1, 2
+RANK, NUM_RANKS, MAX_ARENAS = 1, 2, 3
 STEPS = [step.name for step in (*STAGING_STEPS, *STALLING_STEPS)]
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: RuntimeError("told to"),
@@ -217,7 +217,7 @@ class Rig:
             self.runner.version if self.state.live else "",
             self.runner.kv_digest,
             self.runner.graphs if self.state.live else {},
-            sum(len(self.table.holders(arena)) for arena in range(NUM_ARENAS)),
+            sum(len(self.table.holders(arena)) for arena in range(MAX_ARENAS)),
             self._num_free_arenas(),
         )
 
@@ -252,7 +252,7 @@ class Rig:
 
 @contextmanager
 def rig(place: Path, mode: str, rollback: str = "keep") -> Iterator[Rig]:
-    with WeightPublisher(place / "channel", max_arenas=3, deadline_s=2.0) as publisher:
+    with WeightPublisher(place / "channel", max_arenas=MAX_ARENAS, deadline_s=2.0) as publisher:
         table = LeaseTable(publisher.channel.leases_of(0), publisher.channel.holders_dir)
         table.open()
         source = FaultySource(IpcSource(SourceConfig(place / "channel")))

@@ -203,6 +203,7 @@ def test_what_only_the_dead_knew_is_an_error_and_no_guess() -> None:
 
 
 def test_the_store_does_not_grow_with_the_commands() -> None:
+    """Keys are used in turn; what was decided by their former commands is forgotten."""
     store = MemoryStore()
     seats = seats_at([store] * 3)
     sizes = []
@@ -210,12 +211,27 @@ def test_the_store_does_not_grow_with_the_commands() -> None:
         seats[0].announce(command(number))
         for seat in seats:
             seat.vote(number, Ballot.STAGED)
-        assert [seat.decide_once(Question.INSTALL, number, YES) for seat in seats] == [YES] * 3
-        assert seats[1].decide_once(Question.COMMIT, number, NO) is NO
+        proposal = chosen_at(number)
+        assert seats[2].decided(Question.INSTALL, number) is OPEN
+        assert [seat.decide_once(Question.INSTALL, number, proposal) for seat in seats] == [proposal] * 3
         if number in (COMMAND_SLOTS, 10_000):
-            sizes.append((len(store.values), {key for key, value in store.values.items() if len(value) > 512}))
-    assert sizes[0] == sizes[1]
-    assert sizes[0][1] == set()
+            sizes.append((len(store.values), max(map(len, store.values.values())) < 512))
+    assert sizes[0] == sizes[1] == (len(store.values), True)
+
+
+def chosen_at(number: int) -> Decision:
+    """Another one than at the command whose keys this one takes over."""
+    return YES if number // COMMAND_SLOTS % 2 else NO
+
+
+def test_a_later_proposal_leaves_no_trace() -> None:
+    store = MemoryStore()
+    seats = seats_at([store] * 3)
+    seats[0].announce(command(1))
+    seats[0].decide_once(Question.COMMIT, 1, YES)
+    before = dict(store.values)
+    assert seats[1].decide_once(Question.COMMIT, 1, NO) is YES
+    assert store.values == before
 
 
 def test_a_deadline_arrives_as_remaining_time_on_a_host_with_another_clock() -> None:
@@ -288,6 +304,16 @@ def test_threads_share_a_client(paddle_stores: list[PaddleStore]) -> None:
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(lambda _: store.add("threads", 1), range(800)))
     assert sorted(sums) == list(range(1, 801))
+
+
+@pytest.mark.parametrize("sent", [b"\0\0", b"\0\0\0\0" + b"\xff" * 8, b"\xff" * 64], ids=["half", "huge", "garbage"])
+def test_a_client_that_stops_inside_a_request_keeps_nobody(paddle_stores: list[PaddleStore], sent: bytes) -> None:
+    """So does one that speaks nonsense."""
+    host, port = paddle_stores[0].address.split(":")
+    before = paddle_stores[1].add("others", 0)
+    with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        stranger.sendall(sent)
+        assert [store.add("others", 1) for store in paddle_stores] == [before + 1, before + 2, before + 3]
 
 
 def test_an_answer_that_does_not_come_in_time_ends_the_client(paddle_stores: list[PaddleStore]) -> None:

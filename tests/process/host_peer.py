@@ -117,11 +117,7 @@ def _race(seat: StoreRendezvous, question: Question, command: CommandRecord) -> 
 def _counted(seat: StoreRendezvous, question: Question, command: CommandRecord) -> Decision:
     try:
         seat.await_votes(command.number, BALLOTS[question], command.deadline_ns)
-    except PeerLostError as error:
-        if "store" in str(error):
-            raise
-        return Decision.NO
-    except DeadlineExceededError:
+    except (PeerLostError, DeadlineExceededError):
         return Decision.NO
     return Decision.YES
 

@@ -246,24 +246,28 @@ class Channel:
         self._remove(lambda name: bool(_LEFTOVER.fullmatch(name)) or (is_manifest_file(name) and name not in kept))
 
     def remove_file(self, file: str) -> None:
-        """Removes one manifest, if it is there; nobody who looks for its version afterwards finds it."""
-        (self.path / file).unlink(missing_ok=True)
+        """Removes one file, if it is there; of a manifest nobody who looks for its version afterwards finds it.
+        SegmentError where somebody put what is no file in its place."""
+        try:
+            (self.path / file).unlink(missing_ok=True)
+        except OSError as error:
+            raise SegmentError(f"{self.path / file} cannot be removed: {error.strerror}; do it by hand") from error
 
     def remove_latest(self) -> None:
         """Takes the publication back: `LATEST` first, then the manifests, of former versions too."""
-        (self.path / "LATEST").unlink(missing_ok=True)
+        self.remove_file("LATEST")
         self._sync_directory()
         self._remove(is_manifest_file)
 
     def remove_leftovers_of(self, publisher: int) -> None:
         """Removes the offer of one of several publishers, and what it left half written. Under its lock."""
-        self.offer_of(publisher).unlink(missing_ok=True)
+        self.remove_file(self.offer_of(publisher).name)
         names = (f".{self.offer_of(publisher).name}.", f".{self.leases_of(publisher).name}.")
         self._remove(lambda name: name.startswith(names) and name.endswith(".tmp"))
 
     def _remove(self, is_meant: Callable[[str], bool]) -> None:
         for name in [name for name in self._names() if is_meant(name)]:
-            (self.path / name).unlink(missing_ok=True)
+            self.remove_file(name)
 
     def _names(self) -> Iterator[str]:
         with os.scandir(self.path) as entries:
@@ -292,12 +296,13 @@ class Channel:
         return data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Writes a file, whole or not at all. NoSpaceError where there is no room for it."""
+        """Writes a file, whole or not at all. NoSpaceError where there is no room for it, SegmentError where it cannot
+        be for another reason."""
         try:
             self._replace(name, data)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                raise SegmentError(f"{self.path / name} cannot be written: {error.strerror}") from error
             raise NoSpaceError(
                 f"{self.path / name} needs {len(data)} bytes: {error.strerror}; "
                 "remove leftovers (fastdeploy-rl doctor --clean) or put the channel elsewhere"

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from fastdeploy_rl.errors import (
     FastDeployRLError,
     ManifestError,
     PeerLostError,
+    SegmentError,
     TrainerError,
     from_wire,
 )
@@ -99,25 +100,33 @@ class Meeting:
         self.part = part
         self._channel = channel
         self._bell: _native.Mapping | None = None
+        self._bell_fd = -1
         self._read: dict[int, tuple[tuple[int, int], Offer]] = {}
         self._has_offered = False
         self._seen: set[int] = set()  # parts that were alive when last looked at: only they can be lost
 
     def open(self) -> None:
         self._channel.remove_leftovers_of(self.part.index)
-        fd = os.open(self._channel.bell_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, _BELL_BYTES)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with ExitStack() as stack:
+            try:
+                fd = os.open(self._channel.bell_path, flags, 0o600)
+                stack.callback(os.close, fd)
+                os.posix_fallocate(fd, 0, _BELL_BYTES)
+            except OSError as error:
+                raise SegmentError(f"{self._channel.bell_path} cannot be used: {error.strerror}") from error
             self._bell = _native.Mapping.map_fd(fd, _BELL_BYTES, True)
-        finally:
-            os.close(fd)
+            self._bell_fd = fd
+            stack.pop_all()
 
     def close(self) -> None:
         self._remove_offer()
         if self._bell is not None:
-            self._ring()
+            if not self._is_bell_cut():
+                self._ring()
             self._bell.close()
             self._bell = None
+            os.close(self._bell_fd)
 
     # --- part 0 ------------------------------------------------------------------------------------
 
@@ -319,7 +328,7 @@ class Meeting:
         self._ring()
 
     def _remove_offer(self) -> None:
-        self._channel.offer_of(self.part.index).unlink(missing_ok=True)
+        self._channel.remove_file(self._channel.offer_of(self.part.index).name)
 
     def _standing(self, index: int) -> Offer | None:
         """The offer of a part, dead or alive; read anew only when its file is another."""
@@ -388,7 +397,13 @@ class Meeting:
     def _words(self) -> _native.Mapping:
         if self._bell is None:
             raise ConfigurationError(f"the meeting at {self._channel.path} is not open")
+        if self._is_bell_cut():
+            raise SegmentError(f"{self._channel.bell_path} was cut short under those who use it: publish anew")
         return self._bell
+
+    def _is_bell_cut(self) -> bool:
+        """Whoever touched what is gone would be killed (SIGBUS)."""
+        return os.fstat(self._bell_fd).st_size < _BELL_BYTES
 
 
 def _told(error: BaseException) -> tuple[str, str]:

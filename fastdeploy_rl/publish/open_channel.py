@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from fastdeploy_rl.errors import ChannelBusyError, ManifestError, SegmentError, VersionFormatError, VersionRegressError
+from fastdeploy_rl.errors import (
+    ChannelBusyError,
+    FastDeployRLError,
+    ManifestError,
+    SegmentError,
+    VersionFormatError,
+    VersionRegressError,
+)
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.publish.arena_shelf import ArenaShelf
@@ -176,7 +183,7 @@ class OpenChannel:
         try:
             self._sweep_surplus_parts()
             self._former.sweep(self.latest)
-        except (OSError, ChannelBusyError) as error:
+        except (OSError, ChannelBusyError, SegmentError) as error:
             _log.warning("channel=%s event=not_tidied reason=%s", self.channel.path, error)
 
     def _sweep_surplus_parts(self) -> None:
@@ -225,7 +232,7 @@ class OpenChannel:
     def _tell(self, step: int, error: BaseException) -> None:
         try:
             self._meeting.refuse(error) if self.part.index == 0 else self._meeting.report(step, error)
-        except (OSError, ManifestError) as untold:
+        except (OSError, FastDeployRLError) as untold:
             _log.warning("channel=%s part=%d event=untold reason=%s", self.channel.path, self.part.index, untold)
 
     def _prepare(self, wish: Wish) -> Prepared:

@@ -254,11 +254,10 @@ class DynamicWeightManager:
 
     def _join_stager(self) -> None:
         if self._stager.is_alive():
+            begun = time.monotonic()
             self._stager.join(self._config.deadlines.stop_s)
             if self._stager.is_alive():
-                raise DeadlineExceededError(
-                    f"rank {self.rank}: staging did not end within {self._config.deadlines.stop_s} s"
-                )
+                raise DeadlineExceededError.waiting_for(f"end of staging on rank {self.rank}", since_s=begun)
 
     def _let_go(self) -> None:
         live, self._state.live = self._state.live, None

@@ -142,14 +142,13 @@ class BoardRendezvous:
     def await_votes(
         self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
     ) -> list[RankRecord]:
-        since_ns = time.monotonic_ns()
+        begun = time.monotonic()
         tally = Tally(command, wanted, excused)
         is_settled = self._board.wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
         if not is_settled:
-            raise DeadlineExceededError(
-                f"command {command}: ranks {tally.missing(records)} did not reach {wanted.name} within "
-                f"{seconds_since(since_ns)} before the deadline"
+            raise DeadlineExceededError.waiting_for(
+                f"vote {wanted.name} of command {command}", since_s=begun, missing=tally.missing(records)
             )
         dead = [rank for rank in tally.missing(records) if rank in self.lost_ranks()]
         if dead and not tally.is_refused(records):
@@ -172,17 +171,14 @@ class BoardRendezvous:
     def await_ranks(self, is_ready: Callable[[RankRecord], bool], what: str, deadline_ns: int) -> None:
         """Blocks until `is_ready` holds for every rank's record, and none is lost. DeadlineExceededError names `what`
         and the missing ranks."""
-        since_ns = time.monotonic_ns()
+        begun = time.monotonic()
 
         def missing() -> list[int]:
             lost = self.lost_ranks()
             return [rank for rank, record in enumerate(self.records()) if rank in lost or not is_ready(record)]
 
         if not self._board.wait_until(lambda: not missing(), deadline_ns):
-            raise DeadlineExceededError(
-                f"{what}: ranks {missing()} were missing when the deadline passed, after {seconds_since(since_ns)}; "
-                "see their logs"
-            )
+            raise DeadlineExceededError.waiting_for(what, since_s=begun, missing=missing(), hint="see their logs")
 
     def records(self) -> list[RankRecord]:
         return [self._board.read_rank(rank) for rank in range(self.num_ranks)]
@@ -242,8 +238,3 @@ class Tally:
 def is_against(record: RankRecord, command: int) -> bool:
     """That rank will not go on with the command."""
     return record.command == command and record.ballot in (*AGAINST, Ballot.FINISHED)
-
-
-def seconds_since(begin_ns: int) -> str:
-    """Of CLOCK_MONOTONIC, for a message."""
-    return f"{(time.monotonic_ns() - begin_ns) / 1e9:.3f} s"

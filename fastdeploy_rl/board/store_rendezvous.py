@@ -27,7 +27,7 @@ import msgspec
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
-from fastdeploy_rl.board.rendezvous import Question, Tally, seconds_since
+from fastdeploy_rl.board.rendezvous import Question, Tally
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError, StepFailedError
 
@@ -156,14 +156,13 @@ class StoreRendezvous:
     def await_votes(
         self, command: int, wanted: Ballot, deadline_ns: int, *, excused: frozenset[int] = frozenset()
     ) -> list[RankRecord]:
-        since_ns = time.monotonic_ns()
+        begun = time.monotonic()
         tally = Tally(command, wanted, excused)
         is_settled = self._wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
         if not is_settled:
-            raise DeadlineExceededError(
-                f"command {command}: ranks {tally.missing(records)} did not reach {wanted.name} within "
-                f"{seconds_since(since_ns)} before the deadline"
+            raise DeadlineExceededError.waiting_for(
+                f"vote {wanted.name} of command {command}", since_s=begun, missing=tally.missing(records)
             )
         dead = [rank for rank in tally.missing(records) if rank in self.lost_ranks()]
         if dead and not tally.is_refused(records):

@@ -123,11 +123,14 @@ def _refuse_taken_port(port: int) -> None:
 
 
 def _await_server(host: str, port: int, deadline: float) -> None:
+    begun = time.monotonic()
     while (remaining_s := deadline - time.monotonic()) > 0:
         with suppress(OSError), closing(socket.create_connection((host, port), timeout=remaining_s)):
             return
         time.sleep(min(_TRY_AGAIN_S, remaining_s))
-    raise DeadlineExceededError(f"nobody serves a store at {host}:{port}; start the process that does, or check both")
+    raise DeadlineExceededError.waiting_for(
+        f"store at {host}:{port}", since_s=begun, hint="nobody serves one there; start the process that does, or check both"
+    )
 
 
 def _set_deadlines(port: int, store_s: float) -> None:

@@ -1,0 +1,32 @@
+"""A worker of the numpy engine that can be told at which step of an update something goes wrong.
+
+As engines/numpy/worker.py, with two more questions on standard input: `fault {"act": "kill", "step": "install", "when":
+"end"}` arms a StepFault and is answered "armed"; `disarm` is answered with whether one was armed still."""
+
+import sys
+from typing import Any
+
+import msgspec
+
+from fastdeploy_rl.engines.numpy.worker import Worker, WorkerConfig, main
+from fastdeploy_rl.testing.step_faults import StepFault, StepFaults
+
+
+class FaultyWorker(Worker):
+    """One rank with its faults."""
+
+    def __init__(self, config: WorkerConfig, faults: StepFaults) -> None:
+        super().__init__(config, faults)
+        self._faults = faults
+
+    def _answer(self, question: str) -> Any:
+        if question == "disarm":
+            return self._faults.disarm()
+        if question.startswith("fault "):
+            self._faults.arm(msgspec.json.decode(question.removeprefix("fault "), type=StepFault))
+            return "armed"
+        return super()._answer(question)
+
+
+if __name__ == "__main__":
+    sys.exit(main(lambda config: FaultyWorker(config, StepFaults())))

@@ -1,0 +1,105 @@
+"""What can go wrong at a step of an update, as data, and what the engine promises then.
+
+The cases come from the product's own list of steps. Knows no process."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from fastdeploy_rl.testing.step_faults import Act, When
+from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS
+
+STAGING = tuple(step.name for step in STAGING_STEPS)
+STEPS = (*STAGING, *(step.name for step in STALLING_STEPS))
+COMMIT = STEPS[-1]
+ENDS: tuple[When, ...] = ("begin", "end")
+KINDS = ("kill", "stall", "raise", "no_memory", "corrupt")
+MODES = ("alias", "copy")
+OUTCOMES = ("old", "new", "cleared", "fenced")
+NUM_RANKS = 3
+
+_SOURCE, _PARAMETER, _RECORD, _COUNTER = "source", "parameter", "record", "counter"
+_PLAIN = {
+    "kill": {"begin": Act.KILL, "end": Act.KILL},
+    "stall": {"begin": Act.STOP, "end": Act.STOP},
+    "raise": {"begin": Act.RAISE, "end": Act.RAISE},
+    "no_memory": {"begin": Act.OUT_OF_MEMORY, "end": Act.OUT_OF_DISK},
+}
+
+
+class Case(NamedTuple):
+    """`what` is hit: of `corrupt` the source's byte, the live parameter's, or the rank's record on the board or its
+    counter; else nothing."""
+
+    step: str
+    when: When
+    rank: int
+    kind: str
+    mode: str
+    act: Act
+    what: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, [self.mode, self.kind, self.what, self.step, self.when, f"rank{self.rank}"]))
+
+    @property
+    def hits_bytes(self) -> bool:
+        """Of weights, published or live."""
+        return self.what in (_SOURCE, _PARAMETER)
+
+
+def all_cases(num_ranks: int = NUM_RANKS) -> list[Case]:
+    """Both ends of every step, on every rank, of every kind, in every mode."""
+    return [case for mode in MODES for rank in range(num_ranks) for case in _of_rank(mode, rank)]
+
+
+def _of_rank(mode: str, rank: int) -> Iterator[Case]:
+    for step, when in product(STEPS, ENDS):
+        for kind, acts in _PLAIN.items():
+            yield Case(step, when, rank, kind, mode, acts[when])
+        act, what = (Act.FLIP_RECORD, _RECORD) if when == "begin" else (Act.FLIP_COUNTER, _COUNTER)
+        yield Case(step, when, rank, "corrupt", mode, act, what)
+    for when in ENDS:
+        yield Case("stage", when, rank, "corrupt", mode, Act.FLIP_FILE, _SOURCE)
+    # In alias mode the live parameter is the published byte.
+    act = Act.FLIP_FILE if mode == "alias" else Act.FLIP_PARAMETER
+    for step, when in (("install", "end"), ("verify", "begin")):
+        yield Case(step, when, rank, "corrupt", mode, act, _PARAMETER)
+
+
+def promised(case: Case) -> str:
+    """The outcome of an update that the fault hits, while nothing else goes wrong."""
+    is_late = case.step == COMMIT
+    if case.kind in ("kill", "stall"):
+        return "new" if is_late else "old"
+    if case.kind in ("raise", "no_memory"):
+        return "fenced" if is_late else "old"
+    if not case.hits_bytes:
+        return "new"
+    is_unread_again = case.mode == "alias" and (case.step, case.when) != ("stage", "begin")
+    return "fenced" if is_unread_again else "old"
+
+
+def covering_sample(cases: list[Case]) -> list[Case]:
+    """Few cases in which every two facts (step, rank, kind, mode, end, what is hit) occur together that do so in
+    `cases`; those that have as much to add are taken from the kinds, modes and ranks that were taken least."""
+    wanted = {pair for case in cases for pair in _pairs(case)}
+    sample: list[Case] = []
+    taken: Counter[tuple[str, object]] = Counter()
+    while wanted:
+        best = max(cases, key=lambda case: (len(_pairs(case) & wanted), -sum(taken[fact] for fact in _crowds(case))))
+        wanted -= _pairs(best)
+        taken.update(_crowds(best))
+        sample.append(best)
+    return sorted(sample, key=lambda case: case.mode)
+
+
+def _crowds(case: Case) -> tuple[tuple[str, object], ...]:
+    return (case.kind, case.mode), (case.kind, case.rank)
+
+
+def _pairs(case: Case) -> frozenset[tuple[tuple[str, object], ...]]:
+    facts: list[tuple[str, object]] = [("step", case.step), ("rank", case.rank), ("mode", case.mode)]
+    facts += [("when", case.when), ("kind", case.kind), ("what", case.what)]
+    return frozenset((a, b) for index, a in enumerate(facts) for b in facts[index + 1 :])

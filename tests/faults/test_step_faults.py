@@ -1,0 +1,75 @@
+"""Something goes wrong at each step of an update, on each rank, in both modes: a sample in which every two of step,
+rank, kind, mode and end meet. `scripts/faults` plays all of them.
+
+An engine of real processes lives through all cases of its mode; raw bytes of every rank are the judge."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fault_cases import ENDS, KINDS, MODES, NUM_RANKS, STEPS, all_cases, covering_sample, promised
+from tests.faults.fault_judge import TORN, Reference, Seen, differ_everywhere, outcome_of
+from tests.faults.fault_scene import NumpyScene
+
+_SAMPLE = covering_sample(all_cases())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_goes_wrong_at_a_step_leaves_one_version_on_all_ranks_or_none(tmp_path: Path, mode: str) -> None:
+    """And the caller is told which, no wait is overdue, and the next update works."""
+    with (tmp_path / "log").open("wb") as log, NumpyScene(mode, tmp_path, log) as scene:
+        rows = [scene.play(case) for case in _SAMPLE if case.mode == mode]
+    assert [f"{row.case}: {failure}" for row in rows for failure in row.failures] == []
+    assert {row.outcome for row in rows} == {promised(row.case) for row in rows}
+
+
+def test_the_cases_are_every_end_of_every_step_on_every_rank_of_every_kind_in_every_mode() -> None:
+    hit = {(case.step, case.when, case.rank, case.kind, case.mode) for case in all_cases()}
+    assert len(hit) == len(STEPS) * len(ENDS) * NUM_RANKS * len(KINDS) * len(MODES)
+
+
+def test_the_sample_has_every_two_facts_together_that_a_case_has() -> None:
+    for facts in (("step", "rank"), ("step", "kind"), ("step", "mode"), ("rank", "kind"), ("kind", "mode")):
+        pairs = [{tuple(getattr(case, fact) for fact in facts) for case in cases} for cases in (_SAMPLE, all_cases())]
+        assert pairs[0] == pairs[1]
+    assert len(_SAMPLE) < len(all_cases()) / 5
+
+
+# --- the judge can fail ----------------------------------------------------------------------------
+
+_OLD = Reference.of([{"a": b"11", "b": b"2"}, {"a": b"33", "b": b"4"}])
+_NEW = Reference.of([{"a": b"55", "b": b"6"}, {"a": b"77", "b": b"8"}])
+_NOTHING = Seen(({}, {}), (None, None), False, "fenced")
+
+
+def _seen(reference: Reference) -> Seen:
+    return Seen(reference.held, reference.tokens, True, "serving")
+
+
+def test_whole_versions_and_nothing_at_all_are_told_apart() -> None:
+    assert outcome_of(_seen(_OLD), _OLD, _NEW) == "old"
+    assert outcome_of(_seen(_NEW), _OLD, _NEW) == "new"
+    assert outcome_of(_NOTHING, _OLD, _NEW) == "fenced"
+    assert outcome_of(_NOTHING._replace(admission="paused"), _OLD, _NEW) == "cleared"
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        pytest.param(_seen(_NEW)._replace(held=(_NEW.held[0], _OLD.held[1])), id="one rank on the old version"),
+        pytest.param(_seen(_NEW)._replace(held=(_NEW.held[0], {"a": b"77"})), id="a parameter missing"),
+        pytest.param(_seen(_NEW)._replace(held=(_NEW.held[0], {"a": b"76", "b": b"8"})), id="a bit"),
+        pytest.param(_seen(_NEW)._replace(tokens=_OLD.tokens), id="answers by another version"),
+        pytest.param(_seen(_OLD)._replace(is_serving=False, admission="fenced"), id="whole and refused"),
+        pytest.param(_NOTHING._replace(is_serving=True), id="nothing, and served"),
+        pytest.param(_NOTHING._replace(held=({}, _OLD.held[1])), id="fenced, and a rank holds weights"),
+        pytest.param(_NOTHING._replace(tokens=(None, 1)), id="fenced, and a rank answers"),
+    ],
+)
+def test_anything_between_is_torn(torn: Seen) -> None:
+    assert outcome_of(torn, _OLD, _NEW) == TORN
+
+
+def test_versions_that_share_a_tensor_could_not_be_judged() -> None:
+    assert differ_everywhere(_OLD, _NEW)
+    assert not differ_everywhere(_OLD, Reference.of([_NEW.held[0], {"a": b"77", "b": b"4"}]))

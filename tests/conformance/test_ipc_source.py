@@ -322,6 +322,7 @@ def test_a_borrowed_version_is_found_until_its_trainer_takes_it_back(
         each.wait_released(1)
         with pytest.raises(NoPublicationError, match=f"version {each.version} is not to be had"):
             source.resolve(each.version, deadline_ns=soon())
+        assert [name.split("-")[1] for name in publisher.channel.manifest_files()] == ["1.2"]  # what LATEST names
     publisher.publish(memories[0], step=3, borrow=True)
     assert [name.split("-")[1] for name in publisher.channel.manifest_files()] == ["1.3"]
 

@@ -21,6 +21,7 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.errors import ChannelBusyError, NoPublicationError, VersionRegressError
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.leases import NUM_ARENAS, LeaseTable
 from fastdeploy_rl.publish.meeting import Part
 from fastdeploy_rl.publish.publication import PublishStep, steps_of
 from fastdeploy_rl.publish.publisher import WeightPublisher
@@ -222,11 +223,30 @@ def test_a_publication_that_fails_at_any_step_is_undone_or_stands_and_the_next_o
         old = trainer.obey(Order(step=1, seed=_OLD, memory=0 if is_borrowed else None))
         with pytest.raises(RuntimeError, match="as the test says"):
             trainer.obey(_new_order(is_borrowed, step, when, "raise"))
+        assert len(_written_rows(rig.channel)) == _num_trainers_rows(is_borrowed, is_announced)
+        files = Channel(rig.channel).manifest_files()
+        assert sorted(int(name.split("-")[1].split(".")[1]) for name in files) == ([1, 2] if is_announced else [1])
         rig.judge(*_judged(is_announced, old))
         rig.client.clear()
-        again = Order(step=3, seed=_NEXT, memory=0 if is_borrowed else None, take_back=is_borrowed)
+        again = Order(step=3, seed=_NEXT)
+        if is_borrowed:  # where it was not published, the very memory of the failed publication
+            again = Order(step=3, seed=_NEXT, memory=0 if is_announced else 1, take_back=is_announced)
         rig.judge(_NEXT, trainer.obey(again))
     rig.assert_reclaimed()
+
+
+def _written_rows(channel: Path) -> list[int]:
+    """Those that no engine can lease."""
+    table = LeaseTable(channel / "LEASES", channel / "holders")
+    table.open()
+    written = [row for row in range(NUM_ARENAS) if table.is_written(row)]
+    table.close()
+    return written
+
+
+def _num_trainers_rows(is_borrowed: bool, is_announced: bool) -> int:
+    """Of the two that it was lent: all that are not published now."""
+    return 2 - is_borrowed - (is_borrowed and is_announced)
 
 
 @pytest.mark.parametrize("is_borrowed", [False, True])

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -125,11 +125,15 @@ def _refuse_taken_port(port: int) -> None:
 def _await_server(host: str, port: int, deadline: float) -> None:
     begun = time.monotonic()
     while (remaining_s := deadline - time.monotonic()) > 0:
-        with suppress(OSError), closing(socket.create_connection((host, port), timeout=remaining_s)):
+        with suppress(OSError), socket.socket() as probe:  # IPv4, as Paddle's
+            probe.settimeout(remaining_s)
+            probe.connect((host, port))
             return
         time.sleep(min(_TRY_AGAIN_S, remaining_s))
     raise DeadlineExceededError.waiting_for(
-        f"store at {host}:{port}", since_s=begun, hint="nobody serves one there; start the process that does, or check both"
+        f"store at {host}:{port}",
+        since_s=begun,
+        hint="nobody serves one there; start the process that does, or check both",
     )
 
 

@@ -32,7 +32,7 @@ from fastdeploy_rl.update import live_weights, planned_transfer, way_back
 from fastdeploy_rl.update.cold_start import cold_weights
 from fastdeploy_rl.update.live_weights import audit
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep
-from fastdeploy_rl.update.transaction import ClearCommand, RankState, UpdateCommand
+from fastdeploy_rl.update.transaction import ClearCommand, RankCommand, RankState, UpdateCommand
 from fastdeploy_rl.version import WeightVersion
 from tests.process.numpy_engine import held_bytes
 
@@ -235,7 +235,7 @@ class Rig:
             for arena in taken:
                 self.arenas.release(arena)
 
-    def fence(self, command: UpdateCommand) -> None:
+    def fence(self, command: RankCommand) -> None:
         """What the manager does with a rank that cannot go back."""
         live, self.state.live = self.state.live, None
         self.runner.drop_kv_cache()
@@ -483,6 +483,19 @@ def test_a_commit_that_raises_has_changed_nothing_and_may_be_called_again(tmp_pa
         command.retire()
         assert rank.live_bytes() == live_bytes_of(published.version.step)
         assert [step.step for step in command.report().steps].count("commit") == 1
+        rank.update()
+
+
+def test_a_clear_that_cannot_let_memory_go_is_fenced_and_lets_it_go_then(tmp_path: Path) -> None:
+    with rig(tmp_path, "alias") as rank:
+        rank.go_to("updated")
+        rank.source.then("release", Fail(SegmentError("still in use")))
+        clear = ClearCommand(rank.state, monotonic_ns() + 20_000_000_000)
+        clear.stall()
+        with pytest.raises(SegmentError, match="still in use"):
+            clear.commit()
+        rank.fence(clear)
+        assert rank.standing() == Standing({}, {}, "", None, {}, 0, 2)
         rank.update()
 
 

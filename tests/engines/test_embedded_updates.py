@@ -101,13 +101,23 @@ def pair(
     with ExitStack() as stack:
         warm, cold = (
             stack.enter_context(
-                ServedEngine(model, place / name, num_ranks=setup.num_ranks, apply_mode=setup.apply_mode)
+                ServedEngine(
+                    model,
+                    place / name,
+                    num_ranks=setup.num_ranks,
+                    apply_mode=setup.apply_mode,
+                    options=("--rollback", rollback_of(setup)),
+                )
             )
             for name, model in (("warm", a), ("cold", b))
         )
         warm.await_ready()
         cold.await_ready()
         yield Pair(setup, a, b, warm, cold)
+
+
+def rollback_of(setup: Setup) -> str:
+    return "refetch" if setup.num_ranks == 3 else "keep"
 
 
 @pytest.fixture
@@ -162,6 +172,7 @@ def test_alias_binds_published_memory_and_copy_fills_its_own(rig: Rig) -> None:
         assert not any("/dev/shm" in file for file in files)
         assert [rig.warm.places(rank) for rank in ranks] == before
         assert (report.aliased_bytes, report.copied_bytes) == (0, total)
+        assert {rank.rollback for rank in report.ranks} == {rollback_of(rig.setup)}
 
 
 def test_the_receipt_is_that_of_the_publication(rig: Rig) -> None:

@@ -43,15 +43,22 @@ class IpcSource:
         found = WeightVersion.parse(latest.version)
         if version is None:
             return ResolvedPublication(found, manifest)
-        wanted = manifest if version == found else self._former(version, found)
-        if wanted is None or not is_standing(self._channel, wanted.segments):
-            why = "its memory is its trainer's again" if version == found else f"{self._channel.path} has {found}"
-            raise NoPublicationError(f"version {version} is not to be had: {why}")
-        return ResolvedPublication(version, wanted)
+        if version != found:
+            return ResolvedPublication(version, self._former(version, found))
+        # A copy stands for as long as it is the latest; borrowed memory may be its trainer's again.
+        if any(segment.is_borrowed for segment in manifest.segments) and not self._is_standing(manifest):
+            raise NoPublicationError(f"version {version} is not to be had: its trainer has taken its memory back")
+        return ResolvedPublication(found, manifest)
 
-    def _former(self, version: WeightVersion, latest: WeightVersion) -> Manifest | None:
-        """None also for what is newer than the latest: nobody has announced that (yet)."""
-        return self._channel.read_version(version) if version < latest else None
+    def _former(self, version: WeightVersion, latest: WeightVersion) -> Manifest:
+        # What is newer than the latest was announced by nobody (yet).
+        manifest = self._channel.read_version(version) if version < latest else None
+        if manifest is None or not self._is_standing(manifest):
+            raise NoPublicationError(f"version {version} is not to be had: {self._channel.path} has {latest}")
+        return manifest
+
+    def _is_standing(self, manifest: Manifest) -> bool:
+        return is_standing(self._channel, manifest.segments)
 
     def _publication(self, deadline_ns: int) -> tuple[Latest, Manifest]:
         """What LATEST names; a manifest is decoded once, since its digest stands in LATEST."""

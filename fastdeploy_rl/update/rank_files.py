@@ -19,6 +19,8 @@ KEPT_REPORTS = 32
 _MAX_BYTES = 256 << 20
 _SPARE_BYTES = 64 << 10
 """Of a last word: times of steps, and the text of an error."""
+_CAREFUL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A pipe in a file's place would keep us for good, a link would lead away."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
@@ -113,7 +115,7 @@ class RankFiles:
         fresh = self._run_dir / f"{name}.new"
         with contextlib.ExitStack() as stack:
             try:
-                fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | _CAREFUL, 0o600)
                 stack.callback(os.close, fd)
                 yield fd
             except OSError as error:
@@ -123,10 +125,10 @@ class RankFiles:
 
     def _read(self, record: type[_Record], name: str) -> _Record:
         try:
-            with open(self._run_dir / name, "rb") as file:
+            with open(os.open(self._run_dir / name, os.O_RDONLY | _CAREFUL), "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
             if len(data) > _MAX_BYTES:
                 raise StepFailedError(f"{name} of {self._run_dir} is larger than {_MAX_BYTES} bytes")
             return msgspec.json.decode(data, type=record)
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
-            raise StepFailedError(f"{name} of {self._run_dir} cannot be read: {error}") from error
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise StepFailedError(f"{name} of {self._run_dir} cannot be read: {error!s:.500}") from error

@@ -170,7 +170,7 @@ def layout_ranks(layout: str) -> int:
     """N of "tp:N", 0 for "full". ManifestError for other text."""
     match = _LAYOUT.fullmatch(layout)
     if match is None:
-        raise ManifestError(f"manifest: layout must be full or tp:N, got {layout!r:.80}")
+        raise ManifestError(f"manifest: layout must be full or tp:N, got {layout[:80]!r}")
     return int(match[1] or 0)
 
 
@@ -319,7 +319,7 @@ def _check_header(manifest: Manifest) -> None:
 
 def _check_segment(segment: Segment) -> None:
     if not _LOCATOR.fullmatch(segment.locator) or not segment.locator.strip("."):
-        raise ManifestError(f"segment {segment.locator!r:.80}: a locator is 1 to 200 of A-Z a-z 0-9 _ . -")
+        raise ManifestError(f"segment {segment.locator[:80]!r}: a locator is 1 to 200 of A-Z a-z 0-9 _ . -")
     _check_counts(
         f"segment {segment.locator!r}", segment.num_bytes, segment.arena, segment.generation, segment.publisher
     )
@@ -336,7 +336,7 @@ def _check_unique(manifest: Manifest) -> None:
         if alias in tensors:
             raise ManifestError(f"alias {alias!r}: a tensor has that name")
         if target not in tensors:
-            raise ManifestError(f"alias {alias!r}: {target!r:.80} is no tensor of this manifest")
+            raise ManifestError(f"alias {alias!r}: {target[:80]!r} is no tensor of this manifest")
         if tensors[target].fused is not None:
             raise ManifestError(f"alias {alias!r}: {target!r} is fused and supplies no tensor of its own name")
 
@@ -345,7 +345,7 @@ def _refuse_duplicates(what: str, names: Iterator[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ManifestError(f"{what} {name!r:.600}: named twice")
+            raise ManifestError(f"{what} {name[:600]!r:.600}: named twice")
         seen.add(name)
 
 
@@ -360,23 +360,23 @@ def _check_tensor(tensor: Tensor, segments: Sequence[Segment]) -> None:
     if tensor.fused is not None:
         _check_fused(tensor, tensor.fused)
     if not _DIGEST.fullmatch(tensor.checksum):
-        raise ManifestError(f"{tensor.name}: checksum must be 64 lowercase hex digits, got {tensor.checksum!r:.80}")
+        raise ManifestError(f"{tensor.name}: checksum must be 64 lowercase hex digits, got {tensor.checksum[:80]!r}")
 
 
 def _check_name(name: str) -> None:
     try:
         num_bytes = len(name) if name.isascii() else len(name.encode())
     except UnicodeEncodeError as error:
-        raise ManifestError(f"tensor name {name!r:.600} is not UTF-8") from error
+        raise ManifestError(f"tensor name {name[:600]!r:.600} is not UTF-8") from error
     if not 1 <= num_bytes <= MAX_NAME_BYTES:
-        raise ManifestError(f"tensor name {name!r:.80} has {num_bytes} bytes; 1 to {MAX_NAME_BYTES} are allowed")
+        raise ManifestError(f"tensor name {name[:80]!r} has {num_bytes} bytes; 1 to {MAX_NAME_BYTES} are allowed")
     if _CONTROL.search(name):
-        raise ManifestError(f"tensor name {name!r:.600} has control characters, or breaks the line")
+        raise ManifestError(f"tensor name {name[:600]!r:.600} has control characters, or breaks the line")
 
 
 def _check_shape(tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
-        raise ManifestError(f"{tensor.name}: unknown dtype {tensor.dtype!r:.80}; known are {' '.join(DTYPES)}")
+        raise ManifestError(f"{tensor.name}: unknown dtype {tensor.dtype[:80]!r}; known are {' '.join(DTYPES)}")
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise ManifestError(f"{tensor.name}: {len(tensor.shape)} dimensions are more than {MAX_DIMENSIONS}")
     _check_counts(tensor.name, *tensor.shape)

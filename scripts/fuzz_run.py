@@ -5,6 +5,7 @@ files of the run directory, checkpoints, the board, its request slots and the st
     scripts/fuzz 60                         a minute over all targets
     scripts/fuzz 600 --seed 7               other inputs, the same ones again for the same seed
     scripts/fuzz 30 --only board            one target; --list names them
+    scripts/fuzz --bombs                    manifests of 64 MiB made to cost time or memory, each measured
     scripts/fuzz --replay build/fuzz/board-1f00a3b2.bin      a find, once more, with its traceback
 
 Only errors of the tree (fastdeploy_rl/errors.py) may come out, each within a second. Anything else is a find: it is
@@ -301,6 +302,8 @@ def _sum(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     arguments = _parser().parse_args()
+    if arguments.bombs:
+        return subprocess.call([sys.executable, str(Path(__file__).with_name("fuzz_bombs.py"))])
     if arguments.list:
         print("\n".join(target.name for target in TARGETS))
         return 0
@@ -357,6 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("seconds", type=float, nargs="?", default=60.0, help="how long, 60 unless told")
     parser.add_argument("--seed", type=int, help="drawn, and printed, unless told")
     parser.add_argument("--only", default="", help="targets, with commas between")
+    parser.add_argument("--bombs", action="store_true", help="manifests made to cost time or memory, each measured")
     parser.add_argument("--list", action="store_true", help="names the targets")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="one find, once more")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="where finds go, and the summary beside")

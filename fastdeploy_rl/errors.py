@@ -146,7 +146,10 @@ class WorldError(FastDeployRLError):
 
 
 class DeadlineExceededError(WorldError):
+    """`missing`: ranks that did not come to a meeting of all, where that is what was waited for."""
+
     http_status = 504
+    missing: frozenset[int] = frozenset()
 
     @classmethod
     def waiting_for(

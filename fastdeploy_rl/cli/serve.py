@@ -24,7 +24,7 @@ from fastdeploy_rl.cli.options import (
     print_line,
     seconds,
 )
-from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines
+from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ON_WORKER_DEATH, RESTART, ROLLBACKS, Deadlines
 from fastdeploy_rl.observe.sizes import size_text
 
 if TYPE_CHECKING:
@@ -75,6 +75,12 @@ def add_parser(verbs: Verbs) -> None:
         default=KEEP,
         help="the way back from a copy into live parameters: keep the old bytes (default), fetch them from the channel "
         "again, or have none (off)",
+    )
+    parser.add_argument(
+        "--on-worker-death",
+        choices=ON_WORKER_DEATH,
+        default=RESTART,
+        help="start the worker again, back to the committed version (restart, the default), or end the engine (stop)",
     )
     parser.add_argument(
         "--host",
@@ -156,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
         load_strategy=options.load_strategy,
         apply_mode=options.apply_mode,
         rollback=options.rollback,
+        on_worker_death=options.on_worker_death,
         host=options.host,
         port=options.port,
         board_port=options.engine_worker_queue_port,
@@ -194,6 +201,7 @@ class StartSummary(msgspec.Struct, frozen=True):
     load_strategy: str
     apply_mode: str
     rollback: str
+    on_worker_death: str
     channel: str
     url: str
     http_access: str
@@ -221,6 +229,7 @@ def summarize(config: "ServeConfig", model: "CheckedModel", reclaimed: "Leftover
         load_strategy=config.load_strategy,
         apply_mode=config.apply_mode,
         rollback=config.rollback,
+        on_worker_death=config.on_worker_death,
         channel=str(config.channel),
         url=http_url(config.host, config.port),
         http_access=config.http_access.value,
@@ -239,7 +248,8 @@ def summary_lines(summary: StartSummary) -> dict[str, object]:
     """For people: few lines that belong together."""
     return {
         "model": f"{summary.model} ({summary.model_size})",
-        "ranks": f"{summary.ranks}, {summary.threads_per_rank} compute threads each",
+        "ranks": f"{summary.ranks}, {summary.threads_per_rank} compute threads each; "
+        f"on a worker's death: {summary.on_worker_death}",
         "load_strategy": f"{summary.load_strategy}, apply mode {summary.apply_mode}, rollback {summary.rollback}",
         "channel": summary.channel,
         "http": f"{summary.url}, {_ACCESS_TEXTS[summary.http_access]}",
@@ -296,6 +306,12 @@ class _TextAnnouncer:
         weights = " + ".join(size_text(rank.weight_bytes) for rank in ranks)
         print(f"ready in {seconds:.1f} s: weights {weights}; talk to it: {self._chat}", flush=True)
 
+    def rank_lost(self, rank: int, reason: str) -> None:
+        print(f"lost {reason}; starting rank {rank} again", flush=True)
+
+    def rank_back(self, ready: "Ready") -> None:
+        print(f"rank {ready.rank} is back after {ready.seconds:.1f} s", flush=True)
+
 
 class _JsonAnnouncer:
     """For programs: one document a line."""
@@ -307,3 +323,9 @@ class _JsonAnnouncer:
 
     def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
         print_line({"event": "ready", "weight_bytes": [rank.weight_bytes for rank in ranks], "seconds": seconds})
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        print_line({"event": "rank_lost", "rank": rank, "reason": reason})
+
+    def rank_back(self, ready: "Ready") -> None:
+        print_line({"event": "rank_back", "rank": ready.rank, "seconds": ready.seconds})

@@ -62,10 +62,14 @@ class ShmCollectives:
             raise
 
     def rejoin(self, generation: int) -> None:
-        """This rank's place in the group of `generation`, whatever became of the one before. ValueError where that is
-        not the newest, or not new to this rank."""
+        """This rank's place in the group of `generation`, whatever became of the one before. PeerLostError where there
+        is a newer one by now, ValueError where it is not new to this rank."""
         self._group = None
-        self._group = CollectiveGroup(self._segment.mapping, self.rank, self.num_ranks, self._slot_bytes, generation)
+        try:
+            group = CollectiveGroup(self._segment.mapping, self.rank, self.num_ranks, self._slot_bytes, generation)
+        except MissingRanksError as error:
+            raise _broken(*error.args) from error
+        self._group = group
         self.generation = generation
 
     @staticmethod
@@ -150,6 +154,8 @@ def _broken(what: str, missing: tuple[int, ...], generation: int) -> FastDeployR
     if not missing:
         return PeerLostError(f"{what}: a rank was lost; rejoin in the present generation")
     whom = ", ".join(f"rank {rank}" for rank in missing)
-    return DeadlineExceededError(
+    silent = DeadlineExceededError(
         f"{what} ended without {whom} (generation {generation}); the ranks must form a group of a higher generation"
     )
+    silent.missing = frozenset(missing)
+    return silent

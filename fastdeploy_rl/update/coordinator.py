@@ -92,6 +92,7 @@ class Coordinator:
         self._rendezvous = rendezvous
         self._receipt: Receipt | None = None
         self._is_taking_over = False
+        self._whole_generation = 0
         self._is_stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=f"fastdeploy_rl-{name}", daemon=True)
@@ -124,6 +125,20 @@ class Coordinator:
         self._watch()
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_taking_over(self) -> bool:
+        """In the place of a rank 0 that died, and not done yet with what that one left."""
+        return self._is_taking_over
+
+    def is_whole(self) -> bool:
+        """Every rank is there and holds the version that is served. May be called by another thread."""
+        generation = self._board.generation
+        if self._board.lost_ranks() or not self.state.is_whole:
+            return False
+        if generation != self._whole_generation and not self._recovery.is_needed():
+            self._whole_generation = generation
+        return generation == self._whole_generation
 
     def stop(self) -> None:
         """Ends the threads. The board's waits must have been abandoned."""
@@ -163,6 +178,7 @@ class Coordinator:
     def _serve_requests(self) -> None:
         if self._is_taking_over:
             self._take_over()
+            self._is_taking_over = False
         heard = 0
         while not self._is_stopping.is_set():
             heard = self._board.wait_doorbell(heard, time.monotonic_ns() + _LOOK_AROUND_NS)

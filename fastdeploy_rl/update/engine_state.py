@@ -11,6 +11,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, WEIGHTS_WORD, StatusWord
 from fastdeploy_rl.lifecycle import (
+    STALLED_PHASES,
     Admission,
     AdmissionEvent,
     LegacyCommand,
@@ -69,6 +70,13 @@ class EngineState:
     @property
     def is_serving(self) -> bool:
         return self.lifecycle.admission is Admission.SERVING
+
+    @property
+    def is_whole(self) -> bool:
+        """It serves, and no rank has taken weights away, or is taking them back. What one rank has committed the others
+        have, or will before they do anything else."""
+        phase = self.lifecycle.update
+        return self.is_serving and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
 
     @property
     def is_cleared(self) -> bool:

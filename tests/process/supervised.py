@@ -20,6 +20,12 @@ class LineAnnouncer:
     def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
         say(event="ready", weight_bytes=[rank.weight_bytes for rank in ranks])
 
+    def rank_lost(self, rank: int, reason: str) -> None:
+        say(event="rank_lost", rank=rank, reason=reason)
+
+    def rank_back(self, ready: Ready) -> None:
+        say(event="rank_back", rank=ready.rank)
+
 
 def say(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
@@ -35,6 +41,7 @@ def main() -> int:
         board_port=settings["board_port"],
         log_dir=Path(settings["log_dir"]),
         worker_module="fake_worker",
+        on_worker_death=settings.get("on_worker_death", "restart"),
         api_keys=api_keys(),
     )
     config = dataclasses.replace(config, deadlines=Deadlines(stop_s=settings.get("stop_s", 10.0)))

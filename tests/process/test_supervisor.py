@@ -16,6 +16,9 @@ import httpx
 import pytest
 from served_model import write_tiny_llama
 
+from fastdeploy_rl.board import layout
+from fastdeploy_rl.board.board import Board
+
 DEADLINE_S = 30.0
 HERE = Path(__file__).parent
 
@@ -34,13 +37,14 @@ class Engine:
         )
 
     def await_event(self, name: str) -> dict[str, Any]:
-        """Reads on until `name` was said; fails at the end of the output."""
-        while not (self.events and self.events[-1]["event"] == name):
+        """Reads on until `name` is said; fails at the end of the output."""
+        while True:
             line = self._readline()
             if not line:
                 pytest.fail(f"no {name!r}; it said {self.events} and ended with {self.child.wait(DEADLINE_S)}")
             self.events.append(json.loads(line))
-        return self.events[-1]
+            if self.events[-1]["event"] == name:
+                return self.events[-1]
 
     def _readline(self) -> bytes:
         assert self.child.stdout is not None
@@ -127,8 +131,8 @@ def test_interrupt_while_starting_leaves_nothing(settings: dict[str, Any]) -> No
         assert_gone(engine, [])
 
 
-def test_a_killed_worker_ends_the_engine_and_is_named(settings: dict[str, Any]) -> None:
-    with running(settings) as engine:
+def test_a_killed_worker_ends_an_engine_that_is_to_stop_then_and_is_named(settings: dict[str, Any]) -> None:
+    with running(settings | {"on_worker_death": "stop"}) as engine:
         engine.await_event("ready")
         workers = engine.workers()
         os.kill(workers[1], signal.SIGKILL)
@@ -136,6 +140,101 @@ def test_a_killed_worker_ends_the_engine_and_is_named(settings: dict[str, Any]) 
         error = engine.events[-1]
         assert error["kind"] == "PeerLostError"
         assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in error["message"]
+        assert_gone(engine, workers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_started_again_and_its_log_goes_on(settings: dict[str, Any], rank: int) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        log = Path(settings["log_dir"]) / f"workerlog.{rank}"
+        log.write_text("what it said before\n")
+        workers = engine.workers()
+        os.kill(workers[rank], signal.SIGKILL)
+        lost = engine.await_event("rank_lost")
+        assert lost["rank"] == rank
+        assert f"rank {rank} (pid {workers[rank]}) was killed by SIGKILL" in lost["reason"]
+        assert engine.await_event("rank_back")["rank"] == rank
+        now = engine.workers()
+        assert workers[1 - rank] in now
+        assert workers[rank] not in now
+        assert log.read_text().startswith("what it said before\n")
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert_gone(engine, [*workers, *now])
+
+
+def test_a_death_is_on_the_board_before_anybody_could_be_late(settings: dict[str, Any]) -> None:
+    """The dead rank's bit is there when its successor starts, and gone when that is back."""
+    with running(settings) as engine, board_of(engine) as board:
+        install = layout.decision_word(7, layout.Decision.OPEN)
+        board.store(layout.INSTALL_DECISION_OFFSET, install)
+        os.kill(engine.workers()[1], signal.SIGKILL)
+        engine.await_event("rank_lost")
+        assert board.load(layout.INSTALL_DECISION_OFFSET) == layout.decision_word(7, layout.Decision.NO)
+        assert board.generation == 2
+        engine.await_event("rank_back")
+        assert board.lost_ranks() == frozenset()
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+
+
+def test_a_condemned_worker_is_killed_and_started_again_even_if_it_stands_still(settings: dict[str, Any]) -> None:
+    with running(settings) as engine, board_of(engine) as board:
+        workers = engine.workers()
+        os.kill(workers[1], signal.SIGSTOP)
+        board.condemn(1)
+        assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in engine.await_event("rank_lost")["reason"]
+        engine.await_event("rank_back")
+        assert board.condemned_ranks() == frozenset()
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert [event["event"] for event in engine.events].count("rank_lost") == 1
+        assert_gone(engine, workers)
+
+
+def test_a_worker_that_dies_whenever_it_starts_again_ends_the_engine(settings: dict[str, Any]) -> None:
+    with running(settings, "die again") as engine:
+        engine.await_event("ready")
+        os.kill(engine.workers()[1], signal.SIGKILL)
+        assert engine.end() == 1
+        message = engine.events[-1]["message"]
+        assert "ended with exit code 7: about to die" in message
+        assert "rank 1 died 2 times in a row before it was ready again" in message
+        assert_gone(engine, [])
+
+
+def test_workers_that_die_too_often_end_the_engine(settings: dict[str, Any]) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        for rank in (0, 1, 1):
+            os.kill(pid_of(engine, rank), signal.SIGKILL)
+            engine.await_event("rank_back")
+        os.kill(pid_of(engine, 0), signal.SIGKILL)
+        assert engine.end() == 1
+        assert "ranks died 4 times within 300 s" in engine.events[-1]["message"]
+        assert_gone(engine, [])
+
+
+def test_a_stop_while_a_worker_is_started_again_leaves_nothing(settings: dict[str, Any]) -> None:
+    with running(settings) as engine:
+        engine.await_event("ready")
+        workers = engine.workers()
+        os.kill(workers[0], signal.SIGKILL)
+        engine.await_event("rank_lost")
+        now = engine.workers()
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+        assert_gone(engine, [*workers, *now])
+
+
+def test_a_worker_that_stands_still_is_killed_at_the_stop(settings: dict[str, Any]) -> None:
+    with running(settings | {"stop_s": 0.2}) as engine:
+        engine.await_event("ready")
+        workers = engine.workers()
+        os.kill(workers[1], signal.SIGSTOP)
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
         assert_gone(engine, workers)
 
 
@@ -254,6 +353,20 @@ def test_no_such_model_is_refused(settings: dict[str, Any], tmp_path: Path) -> N
     with running(settings | {"model_dir": str(tmp_path / "nowhere")}) as engine:
         assert engine.end() == 2
         assert "nowhere" in engine.events[-1]["message"]
+
+
+@contextlib.contextmanager
+def board_of(engine: Engine) -> Iterator[Board]:
+    """When it is ready."""
+    engine.await_event("ready")
+    with contextlib.closing(Board.attach(engine.settings["board_port"])) as board:
+        yield board
+
+
+def pid_of(engine: Engine, rank: int) -> int:
+    """The rank of a process stands in no list: it is the one whose log it writes."""
+    log = f"workerlog.{rank}"
+    return next(pid for pid in engine.workers() if os.readlink(f"/proc/{pid}/fd/1").endswith(log))
 
 
 def assert_gone(engine: Engine, workers: list[int]) -> None:

@@ -2,7 +2,8 @@
 
 Owns request numbers, how many requests there may be at once, and the tokens that nobody has read yet. Refuses to know
 how workers are started and why they die. Invariant: every request that was started ends exactly once: by its last
-token, by `fail_all`, or cancelled by its reader; a slow reader holds no more than the tokens it asked for.
+token, with the rank 0 that made tokens of it, by `fail_all`, or cancelled by its reader; a slow reader holds no more
+than the tokens it asked for.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import itertools
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, NextToken
 from fastdeploy_rl.engines.embedded.messages import (
@@ -107,8 +109,18 @@ class LiveGeneration:
         self._news.set()
 
 
+@dataclass
+class _Reader:
+    """Who reads a request: which one of a generation's. `start` until its first token is here: so long it can begin
+    again without anybody noticing."""
+
+    generation: LiveGeneration
+    number: int
+    start: Start | None
+
+
 class EngineClient:
-    """Requests to rank 0. The HTTP side's GenerationClient."""
+    """Requests to rank 0. The HTTP side's GenerationClient. Between `suspend` and `resume` there is no rank 0."""
 
     def __init__(self, link: WorkerLink, *, max_model_len: int, vocab_size: int, max_requests: int) -> None:
         """`max_requests`: that run or wait at once; more are refused."""
@@ -117,7 +129,7 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._max_requests = max_requests
         self._ids = itertools.count(1)
-        self._readers: dict[str, tuple[LiveGeneration, int]] = {}
+        self._readers: dict[str, _Reader] = {}
         self._load = EngineLoad()
         self._refusal = ""
 
@@ -138,7 +150,8 @@ class EngineClient:
         return self._load
 
     def start(self, requests: Sequence[GenerationRequest]) -> LiveGeneration:
-        """All of them or none. OverloadedError when too many are there, NotServingError when the engine ends."""
+        """All of them or none. OverloadedError when too many are there, NotServingError while there is no rank 0 and
+        when the engine ends."""
         if self._refusal:
             raise NotServingError(self._refusal)
         present = len(self._readers)
@@ -150,8 +163,9 @@ class EngineClient:
         request_ids = [str(next(self._ids)) for _ in requests]
         generation = LiveGeneration(self, request_ids)
         for number, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
-            self._link.send(Start(request_id, request))  # first: one that cannot be told takes nobody's place
-            self._readers[request_id] = generation, number
+            start = Start(request_id, request)
+            self._link.send(start)  # first: one that cannot be told takes nobody's place
+            self._readers[request_id] = _Reader(generation, number, start)
         return generation
 
     def cancel(self, request_id: str) -> None:
@@ -165,6 +179,22 @@ class EngineClient:
         for request_id, token in message.tokens:
             self._deliver(request_id, token)
 
+    def suspend(self, reason: str) -> None:
+        """Rank 0 died: requests that it made tokens of end with `reason`, new ones are refused with it. The others wait
+        for `resume`."""
+        self._refusal = reason
+        self._load = EngineLoad()
+        for request_id, reader in list(self._readers.items()):
+            if reader.start is None:
+                self._deliver(request_id, aborted(reason))
+
+    def resume(self, link: WorkerLink) -> None:
+        """Another rank 0 is at the end of `link`, and hears of the requests that waited for it, in their order."""
+        self._link, self._refusal = link, ""
+        for reader in self._readers.values():
+            if reader.start is not None:
+                link.send(reader.start)
+
     def fail_all(self, reason: str) -> None:
         """Ends every request with `reason` and refuses new ones: the engine is going away."""
         self._refusal = reason
@@ -175,7 +205,7 @@ class EngineClient:
         reader = self._readers.get(request_id)
         if reader is None:
             return  # cancelled while the token was on its way
+        reader.start = None
         if token.finish_reason:
             del self._readers[request_id]
-        generation, number = reader
-        generation.put(NextToken(number, token))
+        reader.generation.put(NextToken(reader.number, token))

@@ -3,26 +3,32 @@
 Owns the order of things. Refuses to know how weights change and what a forward
 pass computes. Invariant: every rank executes the same `StepMessage`s in the same
 order, and a weight command runs between two forward passes, never beside one.
+
+Where a rank died, or is silent for too long, the others leave what they are at, meet its successor in a new generation
+of the collectives, and begin at the top again: whatever was to be computed is computed once more, when every rank holds
+the served version.
 """
 
 import logging
 import select
-from typing import Protocol
 
 import msgspec
 
+from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad
 from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
-from fastdeploy_rl.errors import RequestError
+from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError, RequestError
 from fastdeploy_rl.manager import DynamicWeightManager
 
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """An idle rank 0 still says something this often, so that the others' wait for it can have a deadline."""
+_LOOK_AGAIN_S = 0.02
+"""Requests that wait for a rank to come back, or for weights, are looked at this often."""
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -34,10 +40,16 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     is_last: bool
 
 
-class StepChannel(Protocol):
-    """How a message gets from rank 0 to the others."""
-
-    def broadcast_bytes(self, payload: bytes | None, root: int, *, timeout_s: float) -> bytes: ...
+def meet_again(
+    manager: DynamicWeightManager, collectives: Collectives, error: PeerLostError | DeadlineExceededError
+) -> None:
+    """After a meeting that failed because a rank died or was silent: this rank's place among the living and the
+    successor. Raises where nobody starts ranks again."""
+    if isinstance(error, DeadlineExceededError):
+        manager.condemn(error)
+    _log.warning("event=left_off reason=%r", str(error))
+    manager.rejoin(collectives)
+    _log.info("event=rejoined generation=%d", collectives.generation)
 
 
 class Leader:
@@ -47,17 +59,18 @@ class Leader:
         self,
         runner: EmbeddedRunner,
         manager: DynamicWeightManager,
-        channel: StepChannel | None,
+        collectives: Collectives,
         connection: WorkerSocket,
         *,
         deadlines: Deadlines,
     ) -> None:
         self._runner = runner
         self._manager = manager
-        self._channel = channel
+        self._collectives = collectives
         self._connection = connection
         self._deadlines = deadlines
         self._is_stopping = False
+        self._arrived: dict[str, Start] = {}
         self._refused: list[TokenOutput] = []
         self._told: EngineLoad | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -66,42 +79,70 @@ class Leader:
             self._poller.register(fd, select.POLLIN)
 
     def run(self) -> None:
-        """Until the supervisor says stop. PeerLostError when it is gone, DeadlineExceededError when a rank is."""
+        """Until the supervisor says stop. PeerLostError when it is gone. A rank that is lost, or silent for `step_s`,
+        is met again; DeadlineExceededError where nobody starts it again."""
         while not self._is_stopping:
             self._take_messages()
             message = self._next_message()
             if message is None:
                 continue
-            if self._channel is not None:
-                self._channel.broadcast_bytes(self._encoder.encode(message), 0, timeout_s=self._deadlines.step_s)
-            self._perform(message)
+            try:
+                self._carry_out(message)
+            except (PeerLostError, DeadlineExceededError) as error:
+                self._leave_off(error)
             self._send_tokens()
 
     def _next_message(self) -> StepMessage | None:
         """What to do now; None where something arrived while there was nothing to do."""
         command = self._manager.poll()
-        step = None if command or self._is_stopping else self._runner.scheduler.schedule()
+        step = None if command or self._is_stopping else self._next_step()
         if command or step is not None or self._is_stopping:
             return StepMessage(command, step, self._is_stopping)
         self._send_tokens()
-        has_news = bool(self._poller.poll(HEARTBEAT_S * 1000))
+        period_s = _LOOK_AGAIN_S if self._has_waiting else HEARTBEAT_S
+        has_news = bool(self._poller.poll(period_s * 1000))
         return None if has_news else StepMessage(0, None, False)
 
-    def _perform(self, message: StepMessage) -> None:
+    def _next_step(self) -> Step | None:
+        """None also where a rank is missing, or holds other weights than this one: requests wait then."""
+        return self._runner.scheduler.schedule() if self._manager.is_whole() else None
+
+    @property
+    def _has_waiting(self) -> bool:
+        scheduler = self._runner.scheduler
+        return bool(self._arrived or scheduler.num_running or scheduler.num_waiting)
+
+    def _carry_out(self, message: StepMessage) -> None:
+        if self._collectives.num_ranks > 1:
+            self._collectives.broadcast_bytes(self._encoder.encode(message), 0, timeout_s=self._deadlines.step_s)
         if message.command:
             self._manager.run(message.command)
         elif message.step is not None:
             self._runner.accept(message.step, self._runner.execute(message.step))
 
+    def _leave_off(self, error: PeerLostError | DeadlineExceededError) -> None:
+        """Of a step that did not come to its end nothing is kept: its requests give their pages back and wait."""
+        self._runner.scheduler.preempt_all()
+        if not self._is_stopping:
+            meet_again(self._manager, self._collectives, error)
+
     def _take_messages(self) -> None:
         for message in self._connection.receive():
             if isinstance(message, Start):
-                self._submit(message)
+                self._arrived[message.request_id] = message
             elif isinstance(message, Cancel):
-                self._runner.scheduler.abort(message.request_id, "cancelled: nobody reads it any more")
+                self._cancel(message.request_id)
             elif isinstance(message, Stop):
                 self._is_stopping = True
                 self._runner.abort_requests("the engine is stopping")
+        if not self._manager.is_settling:
+            arrived, self._arrived = self._arrived, {}
+            for start in arrived.values():
+                self._submit(start)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._arrived.pop(request_id, None) is None:
+            self._runner.scheduler.abort(request_id, "cancelled: nobody reads it any more")
 
     def _submit(self, message: Start) -> None:
         reason = "" if self._manager.is_serving else "the engine does not serve now"
@@ -127,21 +168,28 @@ class Follower:
     """Every other rank: does what rank 0 says."""
 
     def __init__(
-        self, runner: EmbeddedRunner, manager: DynamicWeightManager, channel: StepChannel, *, timeout_s: float
+        self, runner: EmbeddedRunner, manager: DynamicWeightManager, collectives: Collectives, *, timeout_s: float
     ) -> None:
         self._runner = runner
         self._manager = manager
-        self._channel = channel
+        self._collectives = collectives
         self._timeout_s = timeout_s
         self._decoder = msgspec.msgpack.Decoder(StepMessage)
 
     def run(self) -> None:
-        """Until rank 0 says that it was the last step. DeadlineExceededError when rank 0 says nothing."""
-        while True:
-            message = self._decoder.decode(self._channel.broadcast_bytes(None, 0, timeout_s=self._timeout_s))
-            if message.command:
-                self._manager.run(message.command)
-            elif message.step is not None:
-                self._runner.execute(message.step)
-            if message.is_last:
-                return
+        """Until rank 0 says that it was the last step. A rank that is lost, or silent for so long that it counts as
+        lost, is met again; DeadlineExceededError where nobody starts it again."""
+        is_last = False
+        while not is_last:
+            try:
+                is_last = self._follow()
+            except (PeerLostError, DeadlineExceededError) as error:
+                meet_again(self._manager, self._collectives, error)
+
+    def _follow(self) -> bool:
+        message = self._decoder.decode(self._collectives.broadcast_bytes(None, 0, timeout_s=self._timeout_s))
+        if message.command:
+            self._manager.run(message.command)
+        elif message.step is not None:
+            self._runner.execute(message.step)
+        return message.is_last

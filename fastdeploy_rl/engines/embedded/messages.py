@@ -41,6 +41,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_copy_threads: int
     parent_pid: int
     socket_fd: int
+    is_restarted_on_death: bool
     deadlines: Deadlines
 
 
@@ -62,7 +63,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to supervisor: loaded and registered. `weight_bytes` are this rank's."""
+    """Worker to supervisor: it has its seat at the board and among the ranks. `weight_bytes` are this rank's; 0 where
+    it took the seat of one that died, and its weights still come from the channel."""
 
     rank: int
     weight_bytes: int

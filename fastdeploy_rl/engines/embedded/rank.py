@@ -1,7 +1,8 @@
 """One rank put together: collectives, runner, source, board and weight manager around the loop.
 
-Owns the order in which they are made and given back. Refuses to know processes; worker.py is one. Importing it imports
-Paddle, which takes seconds. Invariant: whatever ends the loop, leases, mappings and threads are given back.
+Owns the order in which they are made and given back, on a first start and in the seat of a rank that died. Refuses to
+know processes; worker.py is one. Importing it imports Paddle, which takes seconds. Invariant: whatever ends the loop,
+leases, mappings and threads are given back.
 """
 
 import gc
@@ -37,6 +38,7 @@ def run(config: WorkerConfig, connection: WorkerSocket) -> None:
         runner = _runner(config, collectives)
         manager = _manager(config, runner, stack)
         weight_bytes = _load(runner, manager)
+        manager.rejoin(collectives)
         gc.freeze()  # what is there now stays: no collection needs to walk it in the middle of a step
         seconds = time.monotonic() - begun
         connection.send(Ready(config.rank, weight_bytes, seconds), timeout_s=config.deadlines.send_s)
@@ -46,6 +48,7 @@ def run(config: WorkerConfig, connection: WorkerSocket) -> None:
 
 
 def _join(config: WorkerConfig) -> ShmCollectives:
+    """Attached only: the ranks meet when all have their seats."""
     return ShmCollectives(
         config.collectives_segment,
         config.rank,
@@ -53,6 +56,7 @@ def _join(config: WorkerConfig) -> ShmCollectives:
         create=False,
         slot_bytes=SLOT_BYTES,
         timeout_s=config.deadlines.step_s,
+        generation=0,
     )
 
 
@@ -72,7 +76,12 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
     board = Board.attach(config.board_port)
     stack.callback(board.close)
     settings = ManagerConfig(
-        config.load_strategy, config.apply_mode, config.deadlines, config.num_copy_threads, config.rollback
+        load_strategy=config.load_strategy,
+        apply_mode=config.apply_mode,
+        deadlines=config.deadlines,
+        num_copy_threads=config.num_copy_threads,
+        rollback=config.rollback,
+        is_restarted_on_death=config.is_restarted_on_death,
     )
     manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
     stack.callback(manager.close)
@@ -80,7 +89,11 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
 
 
 def _load(runner: EmbeddedRunner, manager: DynamicWeightManager) -> int:
-    """Cold start; returns the bytes of this rank's weights. Keeps no view: an update must be able to free them."""
+    """Takes the seat, with the model's own weights where the engine is at those; returns the bytes of this rank's
+    weights. Keeps no view: an update must be able to free them."""
+    if not manager.needs_cold_start():
+        manager.start(None)
+        return 0
     views = runner.load()
     runner.bind(views)
     manager.start(InitialWeights(COLD_VERSION, views))
@@ -95,6 +108,5 @@ def _loop(
     connection: WorkerSocket,
 ) -> Leader | Follower:
     if config.rank == 0:
-        channel = collectives if config.num_ranks > 1 else None
-        return Leader(runner, manager, channel, connection, deadlines=config.deadlines)
+        return Leader(runner, manager, collectives, connection, deadlines=config.deadlines)
     return Follower(runner, manager, collectives, timeout_s=config.deadlines.step_s)

@@ -1,12 +1,11 @@
 """The parent of an engine's workers: starts them, serves HTTP for them, and ends with them.
 
-Owns the workers' processes, the board, the collectives' segment and the HTTP socket. Refuses to know weights and
-models beyond what can be checked before a process is started. Invariant: when `serve` returns, however it came to
-that, no worker runs and no segment of this engine is left; a dead worker stops the whole engine.
+Owns the board, the collectives' segment, the HTTP socket and, through WorkerSet, the workers. Refuses to know weights
+and models beyond what can be checked before a process is started. Invariant: when `serve` returns, however it came to
+that, no worker runs and no segment of this engine is left.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ import uvicorn
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import HISTORY, Board, Leftovers
 from fastdeploy_rl.board.layout import MAX_RANKS
-from fastdeploy_rl.config import Deadlines, child_environ, num_copy_threads
+from fastdeploy_rl.config import RESTART, Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GenerationDefaults
 from fastdeploy_rl.control.http_address import HttpAccess, http_access, write_http_address
@@ -36,12 +35,14 @@ from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
 from fastdeploy_rl.engines.embedded.generation_config import read_generation_defaults
-from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Failed, FromWorker, Ready, Stop, Tokens, WorkerConfig
+from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Ready, Tokens, WorkerConfig
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape, parameter_specs
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, default_num_pages
+from fastdeploy_rl.engines.embedded.restart_budget import MAX_DEATHS, RestartBudget
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
-from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE, WorkerProcess
-from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError, from_wire
+from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE
+from fastdeploy_rl.engines.embedded.worker_set import WorkerSet
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
@@ -54,15 +55,14 @@ _log = logging.getLogger(__name__)
 STOPPING = "the engine is stopping"
 DEFAULT_MAX_MODEL_LEN = 2048
 """Tokens a request, where neither the operator nor the model says less."""
-_LOOK_AGAIN_S = 0.2
-"""While workers end, the operator's second signal is looked for this often."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
     """What `fastdeploy-rl serve` was asked for. `max_waiting`: requests beyond the `max_num_seqs` that run; more are
     told to come back. `uses_generation_config`: the model's own generation_config.json is the default for sampling.
-    `api_keys`: any of them opens the HTTP routes; none leaves them open."""
+    `api_keys`: any of them opens the HTTP routes; none leaves them open. `on_worker_death`: one of
+    config.ON_WORKER_DEATH; `max_deaths` are got over in a short time (restart_budget.py)."""
 
     model_dir: Path
     num_ranks: int
@@ -70,6 +70,8 @@ class ServeConfig:
     load_strategy: str = "ipc"
     apply_mode: str = "auto"
     rollback: str = "keep"
+    on_worker_death: str = RESTART
+    max_deaths: int = MAX_DEATHS
     host: str = "127.0.0.1"
     port: int = 8180
     board_port: int = 8182
@@ -81,6 +83,11 @@ class ServeConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     deadlines: Deadlines = field(default_factory=Deadlines)
     worker_module: str = WORKER_MODULE
+
+    @property
+    def is_restarted_on_death(self) -> bool:
+        """A worker that dies is started again."""
+        return self.on_worker_death == RESTART
 
     @property
     def num_threads(self) -> int:
@@ -126,6 +133,14 @@ class Announcer(Protocol):
 
     def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
         """It serves."""
+        ...
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """A worker died and is being started again; meanwhile requests are refused."""
+        ...
+
+    def rank_back(self, ready: Ready) -> None:
+        """It is back; the engine serves when all ranks hold the committed version again."""
         ...
 
 
@@ -179,11 +194,8 @@ class _Engine:
         self._begun = time.monotonic()
         self._is_over = asyncio.Event()
         self._is_ready = asyncio.Event()
-        self._is_hurried = False
         self._fault: Exception | None = None
-        self._workers: list[WorkerProcess] = []
-        self._links: list[WorkerLink] = []
-        self._ready: dict[int, Ready] = {}
+        self._workers: WorkerSet | None = None
         self._client: EngineClient | None = None
 
     async def run(self) -> None:
@@ -199,32 +211,33 @@ class _Engine:
             write_http_address(board.run_dir, self._config.host, self._config.port, self._config.http_access)
             segment = stack.enter_context(_collectives_segment(self._config))
             self._announcer.starting(self._config, model, board.reclaimed)
-            await stack.enter_async_context(self._running_workers(model, segment))
+            workers = await stack.enter_async_context(self._running_workers(model, board, segment))
             await stack.enter_async_context(self._serving(model, board, listener))
-            await self._live()
+            await self._live(workers)
         if self._fault is not None:
             raise self._fault
 
-    async def _live(self) -> None:
+    async def _live(self, workers: WorkerSet) -> None:
         """Until a signal or a fault."""
         begun = time.monotonic()
         await _first(self._is_ready, self._is_over, timeout_s=self._config.deadlines.attach_s)
         if self._is_over.is_set():
             return
         if not self._is_ready.is_set():
-            late = [rank for rank in range(self._config.num_ranks) if rank not in self._ready]
             hint = f"see {self._config.log_dir}/workerlog.RANK"
-            self._fail(DeadlineExceededError.waiting_for("start of the engine", since_s=begun, missing=late, hint=hint))
+            late = workers.late_ranks
+            self.fail(DeadlineExceededError.waiting_for("start of the engine", since_s=begun, missing=late, hint=hint))
             return
-        self._announcer.ready([self._ready[rank] for rank in sorted(self._ready)], time.monotonic() - self._begun)
+        self._announcer.ready(workers.ready, time.monotonic() - self._begun)
         await self._is_over.wait()
 
     def _on_signal(self) -> None:
         """The first stops the engine in order, a second one at once."""
-        self._is_hurried = self._is_over.is_set()
+        if self._workers is not None:
+            self._workers.is_hurried = self._is_over.is_set()
         self._is_over.set()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """The first fault is the reason; what comes after follows from it."""
         if not self._is_over.is_set():
             self._fault = error
@@ -234,37 +247,34 @@ class _Engine:
     # --- workers ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _running_workers(self, model: CheckedModel, segment: str) -> AsyncIterator[None]:
-        watchers: list[asyncio.Task[None]] = []
-        try:
-            for rank in range(self._config.num_ranks):
-                worker = self._start_worker(rank, model, segment)
-                self._workers.append(worker)
-                self._links.append(WorkerLink(worker.connection))
-                watchers.append(asyncio.create_task(self._watch(worker, self._links[rank])))
+    async def _running_workers(self, model: CheckedModel, board: Board, segment: str) -> AsyncIterator[WorkerSet]:
+        config = self._config
+        self._workers = workers = WorkerSet(
+            self._worker_config(model, segment),
+            self,
+            board,
+            RestartBudget(config.max_deaths) if config.is_restarted_on_death else None,
+            log_dir=config.log_dir,
+            environ=worker_environ(config.num_threads),
+            module=config.worker_module,
+        )
+        async with workers.running():
             self._client = EngineClient(
-                self._links[0],
+                workers.leader_link,
                 max_model_len=model.max_model_len,
                 vocab_size=model.config.vocab_size,
-                max_requests=self._config.max_num_seqs + self._config.max_waiting,
+                max_requests=config.max_num_seqs + config.max_waiting,
             )
-            yield
-        finally:
-            self._is_over.set()
-            await self._stop_workers()
-            if watchers:
-                # A worker that the kernel cannot end must not keep us: it dies with us as far as it can.
-                _, waiting = await asyncio.wait(watchers, timeout=self._config.deadlines.stop_s)
-                for watcher in waiting:
-                    watcher.cancel()
-            for worker, link in zip(self._workers, self._links, strict=True):
-                link.close()
-                worker.release()
+            try:
+                yield workers
+            finally:
+                self._is_over.set()
 
-    def _start_worker(self, rank: int, model: CheckedModel, segment: str) -> WorkerProcess:
+    def _worker_config(self, model: CheckedModel, segment: str) -> WorkerConfig:
+        """Of any rank."""
         config = self._config
-        settings = WorkerConfig(
-            rank=rank,
+        return WorkerConfig(
+            rank=0,
             num_ranks=config.num_ranks,
             model_dir=str(config.model_dir),
             board_port=config.board_port,
@@ -278,52 +288,26 @@ class _Engine:
             num_copy_threads=max(1, num_copy_threads() // config.num_ranks),
             parent_pid=os.getpid(),
             socket_fd=-1,
+            is_restarted_on_death=config.is_restarted_on_death,
             deadlines=config.deadlines,
         )
-        environ = worker_environ(config.num_threads)
-        return WorkerProcess.start(settings, log_dir=config.log_dir, environ=environ, module=config.worker_module)
 
-    async def _watch(self, worker: WorkerProcess, link: WorkerLink) -> None:
-        """One worker from its first message to its end."""
-        listening = asyncio.create_task(link.receive(self._deliver))
-        await _readable(worker.pidfd)
-        # What it said before it died explains its death better than its exit code.
-        await asyncio.wait([listening], timeout=self._config.deadlines.last_words_s)
-        if not listening.done():
-            listening.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PeerLostError):
-            await listening
-        self._fail(PeerLostError(worker.describe_end()))
+    def deliver(self, tokens: Tokens) -> None:
+        if self._client is not None:
+            self._client.deliver(tokens)
 
-    def _deliver(self, message: FromWorker) -> None:
-        if isinstance(message, Tokens) and self._client is not None:
-            self._client.deliver(message)
-        elif isinstance(message, Failed):
-            self._fail(from_wire(message.kind, f"rank {message.rank}: {message.message}"))
-        elif isinstance(message, Ready):
-            self._ready[message.rank] = message
-            if len(self._ready) == self._config.num_ranks:
-                self._is_ready.set()
+    def all_ready(self) -> None:
+        self._is_ready.set()
 
-    async def _stop_workers(self) -> None:
-        """In order where all are there to follow, else by signals. Each wait has its deadline."""
-        if self._is_ready.is_set() and all(worker.is_running for worker in self._workers):
-            self._links[0].send(Stop())
-            await self._wait_ended(self._config.deadlines.stop_s)
-        for signal_worker in (WorkerProcess.terminate, WorkerProcess.kill):
-            for worker in self._workers:
-                signal_worker(worker)
-            await self._wait_ended(self._config.deadlines.terminate_s)
+    def rank_lost(self, rank: int, reason: str) -> None:
+        if rank == 0 and self._client is not None:
+            self._client.suspend(f"{reason}; it is started again: ask again in a moment")
+        self._announcer.rank_lost(rank, reason)
 
-    async def _wait_ended(self, timeout_s: float) -> None:
-        """Until every worker has ended, the time is over, or the operator lost patience."""
-        ending = [asyncio.create_task(_readable(worker.pidfd)) for worker in self._workers if worker.is_running]
-        deadline = time.monotonic() + timeout_s
-        while ending and time.monotonic() < deadline and not self._is_hurried:
-            _, pending = await asyncio.wait(ending, timeout=min(_LOOK_AGAIN_S, timeout_s))
-            ending = list(pending)
-        for task in ending:
-            task.cancel()
+    def rank_back(self, ready: Ready, link: WorkerLink) -> None:
+        if ready.rank == 0 and self._client is not None:
+            self._client.resume(link)
+        self._announcer.rank_back(ready)
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -345,7 +329,7 @@ class _Engine:
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        serving.add_done_callback(lambda task: self._fail(PeerLostError("the HTTP server ended")))
+        serving.add_done_callback(lambda task: self.fail(PeerLostError("the HTTP server ended")))
         try:
             yield
         finally:
@@ -456,24 +440,6 @@ def _collectives_segment(config: ServeConfig) -> Iterator[str]:
         yield name
     finally:
         unlink_segment(name)
-
-
-async def _readable(fd: int) -> None:
-    """Until `fd` can be read."""
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-    own = os.dup(fd)  # two waiters of one descriptor would replace each other
-    loop.add_reader(own, _settle, readable)
-    try:
-        await readable
-    finally:
-        loop.remove_reader(own)
-        os.close(own)
-
-
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 async def _first(*events: asyncio.Event, timeout_s: float) -> None:

@@ -23,21 +23,27 @@ _LAST_LINE_BYTES = 4096
 class WorkerProcess:
     """A running worker. `pidfd` becomes readable when it has ended."""
 
-    def __init__(self, rank: int, child: "subprocess.Popen[bytes]", connection: socket.socket, log_path: Path) -> None:
+    def __init__(
+        self, rank: int, child: "subprocess.Popen[bytes]", connection: socket.socket, log_path: Path, log_begin: int
+    ) -> None:
         self.rank = rank
         self.connection = connection
         self.log_path = log_path
         self._child = child
+        self._log_begin = log_begin
         self.pidfd = os.pidfd_open(child.pid)
 
     @classmethod
-    def start(cls, config: WorkerConfig, *, log_dir: Path, environ: Mapping[str, str], module: str) -> "WorkerProcess":
-        """Spawns rank `config.rank` with a socket of its own
-        (`config.socket_fd` is filled in). Its output goes to the log."""
+    def start(
+        cls, config: WorkerConfig, *, log_dir: Path, environ: Mapping[str, str], module: str, keeps_log: bool
+    ) -> "WorkerProcess":
+        """Spawns rank `config.rank` with a socket of its own (`config.socket_fd` is filled in). Its output goes to the
+        log, behind what another worker wrote there where `keeps_log`."""
         own, theirs = socket.socketpair()
         log_path = log_dir / f"workerlog.{config.rank}"
         try:
-            with theirs, log_path.open("wb") as log:
+            with theirs, log_path.open("ab" if keeps_log else "wb") as log:
+                log_begin = log.tell()
                 child = subprocess.Popen(
                     [sys.executable, "-m", module],
                     stdin=subprocess.PIPE,
@@ -49,7 +55,7 @@ class WorkerProcess:
                     start_new_session=True,
                 )
                 _give_config(child, msgspec.structs.replace(config, socket_fd=theirs.fileno()))
-            return cls(config.rank, child, own, log_path)
+            return cls(config.rank, child, own, log_path, log_begin)
         except BaseException:
             own.close()
             raise
@@ -74,7 +80,7 @@ class WorkerProcess:
         if code is None:
             return f"rank {self.rank} (pid {self.pid}) is running"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        last = "" if code < 0 else _last_line(self.log_path)  # who is killed has no time to say why
+        last = "" if code < 0 else _last_line(self.log_path, self._log_begin)  # who is killed has no time to say why
         return f"rank {self.rank} (pid {self.pid}) {how}" + (f": {last}" if last else "") + f"; see {self.log_path}"
 
     def release(self) -> None:
@@ -95,10 +101,11 @@ def _give_config(child: "subprocess.Popen[bytes]", config: WorkerConfig) -> None
         child.stdin = None
 
 
-def _last_line(path: Path) -> str:
+def _last_line(path: Path, begin: int) -> str:
+    """The last line after byte `begin`."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_LINE_BYTES))
+            file.seek(max(begin, os.fstat(file.fileno()).st_size - _LAST_LINE_BYTES))
             lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError:
         return ""

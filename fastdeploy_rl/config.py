@@ -33,13 +33,6 @@ ON_WORKER_DEATH = (RESTART, STOP)
 """What follows when a rank of a serving engine dies. `restart`: it is started again and comes back to the committed
 version, while the others keep theirs. `stop`: the engine ends."""
 
-FINISH_GRACE_S = 5.0
-"""After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
-BOARD_GRACE_S = FINISH_GRACE_S + 5.0
-"""How much longer than its deadline a client of the board waits for the outcome."""
-HTTP_GRACE_S = BOARD_GRACE_S + 5.0
-"""And a client over HTTP, whose answer still has to travel."""
-
 API_KEY_VARIABLES = ("FASTDEPLOY_RL_API_KEY", "FD_API_KEY")
 MAX_API_KEY_BYTES = 4096
 
@@ -72,7 +65,7 @@ class Deadlines:
     """Reading live memory again for a receipt, for which nobody named a deadline."""
     stop_s: float = 10.0
     """From the word to stop until every rank has ended."""
-    finish_s: float = FINISH_GRACE_S
+    finish_s: float = 5.0
     """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
     rejoin_s: float = 120.0
     """From a rank's death until the rank that replaces it is back among the others."""
@@ -80,9 +73,9 @@ class Deadlines:
     """One meeting of the ranks for a step of the model; a long prefill is no death."""
     read_s: float = 2.0
     """Until a record that another process writes reads consistently; a writer stalled longer is taken for silent."""
-    outcome_s: float = BOARD_GRACE_S
+    outcome_s: float = 10.0
     """How much longer than its command's deadline a client of the board waits for the outcome: `finish_s`, and more."""
-    http_s: float = HTTP_GRACE_S
+    http_s: float = 15.0
     """And a client over HTTP, whose answer still has to travel."""
     connect_s: float = 5.0
     """Until a TCP connection to an engine is there."""

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_engine import RECEIPT, ScriptedBoard, ScriptedEngine, make_face
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.client import EngineUrl, HttpEngine
 from fastdeploy_rl.control.http_app import make_app
 from fastdeploy_rl.control.weights_service import MAX_COMMANDS
@@ -120,6 +121,15 @@ def test_update_returns_the_report(weights: Weights) -> None:
     (answer,) = weights.ask(("POST", "/v1/weights/update", {"version": "1.2", "deadline_s": 7}))
     assert (answer.json()["outcome"], answer.json()["version"]) == ("done", "1.2")
     assert weights.board.calls == [("update", "1.2", 7.0)]
+
+
+def test_a_command_without_a_deadline_has_the_engines(weights: Weights) -> None:
+    weights.app = make_app(weights.face, deadlines=Deadlines(update_s=70.0, clear_s=80.0, recompute_s=90.0))
+    weights.board.begun.set()
+    weights.ask(("POST", "/v1/weights/update", {}))
+    weights.ask(("POST", "/v1/weights/clear", {}))
+    weights.get("/v1/weights/receipt?recompute=true")
+    assert weights.board.calls == [("update", None, 70.0), ("clear", 80.0), ("receipt", True, 90.0)]
 
 
 @pytest.mark.parametrize(

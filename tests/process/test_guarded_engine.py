@@ -1,7 +1,9 @@
 """An engine's HTTP side from start to doctor: who may use it, and that no key of it stands anywhere."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -44,7 +46,8 @@ def settings(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
 
 def status_of(engine: Engine, path: str, key: str = "") -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(f"http://127.0.0.1:{engine.settings['port']}{path}", headers=headers, timeout=DEADLINE_S).status_code
+    url = f"http://127.0.0.1:{engine.settings['port']}{path}"
+    return httpx.get(url, headers=headers, timeout=DEADLINE_S).status_code
 
 
 def test_a_key_opens_a_served_engine_and_stands_nowhere(
@@ -171,3 +174,18 @@ def test_serve_takes_keys_from_flags_file_and_environment(tmp_path: Path) -> Non
     flags = ("--api-key", "k1", "--api-key", "k2", "--api-key-file", str(file))
     assert keys(*flags, FASTDEPLOY_RL_API_KEY="other") == ["k1", "k2", "k3", "k4"]
     assert keys(FASTDEPLOY_RL_API_KEY="k1,k2", FD_API_KEY="other") == ["k1", "k2"]
+
+
+def test_headers_without_an_end_are_cut_off_and_the_engine_goes_on(settings: dict[str, Any]) -> None:
+    """Longer than what HTTP's parser takes: refused before any key is looked at."""
+    with running(settings) as engine:
+        engine.await_event("ready")
+        with socket.create_connection(("127.0.0.1", settings["port"]), timeout=DEADLINE_S) as stranger:
+            head = b"GET /v1/weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stranger.sendall(head + b"x" * (1 << 20))
+                stranger.sendall(b"\r\n\r\n")
+                assert b" 200 " not in stranger.recv(100)
+        assert status_of(engine, "/v1/weights") == 200
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0

@@ -66,7 +66,9 @@ class BoardRequest:
         self.kind = CommandKind(record.kind)
         self.version = record.version
         self.is_forced = bool(record.is_forced)
-        self.deadline_ns = min(record.deadline_ns, time.monotonic_ns() + int(MAX_DEADLINE_S * 1e9))
+        # One that is long over, absurd or spent in the queue, must not be so for the ranks' way back too.
+        now = time.monotonic_ns()
+        self.deadline_ns = max(now, min(record.deadline_ns, now + int(MAX_DEADLINE_S * 1e9)))
         self._board = board
         self._slot = slot
         self._token = token

@@ -146,13 +146,7 @@ class BoardRendezvous:
         tally = Tally(command, wanted, excused)
         is_settled = self._board.wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
-        if not is_settled:
-            raise DeadlineExceededError.waiting_for(
-                f"vote {wanted.name} of command {command}", since_s=begun, missing=tally.missing(records)
-            )
-        dead = [rank for rank in tally.missing(records) if rank in self.lost_ranks()]
-        if dead and not tally.is_refused(records):
-            raise PeerLostError(f"command {command}: ranks {dead} died before they reached {wanted.name}")
+        tally.check(records, self.lost_ranks(), is_settled, since_s=begun)
         return records
 
     def lost_ranks(self) -> frozenset[int]:
@@ -217,6 +211,16 @@ class Tally:
         if self.wanted is Ballot.FINISHED:
             return lost.issuperset(missing)
         return not missing or not lost.isdisjoint(missing) or self.is_refused(records)
+
+    def check(self, records: list[RankRecord], lost: frozenset[int], is_settled: bool, *, since_s: float) -> None:
+        """Raises what `Rendezvous.await_votes` does, after a wait that began at `since_s` of time.monotonic()."""
+        missing = frozenset(self.missing(records))
+        if not is_settled:
+            raise DeadlineExceededError.waiting_for(
+                f"vote {self.wanted.name} of command {self.command}", since_s=since_s, missing=missing
+            )
+        if (dead := sorted(missing & lost)) and not self.is_refused(records):
+            raise PeerLostError(f"command {self.command}: ranks {dead} died before they reached {self.wanted.name}")
 
     def missing(self, records: list[RankRecord]) -> list[int]:
         return [

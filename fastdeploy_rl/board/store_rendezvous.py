@@ -29,7 +29,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
 from fastdeploy_rl.board.rendezvous import Question, Tally
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError, StepFailedError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, StepFailedError
 
 _log = logging.getLogger(__name__)
 
@@ -160,13 +160,7 @@ class StoreRendezvous:
         tally = Tally(command, wanted, excused)
         is_settled = self._wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
         records = self.records()
-        if not is_settled:
-            raise DeadlineExceededError.waiting_for(
-                f"vote {wanted.name} of command {command}", since_s=begun, missing=tally.missing(records)
-            )
-        dead = [rank for rank in tally.missing(records) if rank in self.lost_ranks()]
-        if dead and not tally.is_refused(records):
-            raise PeerLostError(f"command {command}: ranks {dead} died before they reached {wanted.name}")
+        tally.check(records, self.lost_ranks(), is_settled, since_s=begun)
         return records
 
     def records(self) -> list[RankRecord]:
@@ -226,11 +220,13 @@ class StoreRendezvous:
         return self.decide_once(question, command, Decision.NO)
 
     def _await_word(self, question: Question, command: int) -> Decision:
+        begun = time.monotonic()
         deadline_ns = self._clock.now_ns() + self._store_ns
         if not self._wait_until(lambda: self.decided(question, command) is not Decision.OPEN, deadline_ns):
-            raise DeadlineExceededError(
-                f"{question.value} of command {command}: YES and NO were proposed at once, and the ranks that know "
-                f"which was first were silent for {self._store_ns / 1e9} s; nobody else can follow it"
+            raise DeadlineExceededError.waiting_for(
+                f"word which of YES and NO was first, at {question.value} of command {command}",
+                since_s=begun,
+                hint="the ranks that know are silent; follow neither, and start the engine again",
             )
         return self.decided(question, command)
 

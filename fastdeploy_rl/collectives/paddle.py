@@ -56,7 +56,7 @@ class PaddleStore:
         cls, host: str, port: int, *, within_s: float = Deadlines.attach_s, store_s: float = Deadlines.store_s
     ) -> "PaddleStore":
         """A client. Waits `within_s` for somebody to serve there, then DeadlineExceededError."""
-        _await_server(host, port, time.monotonic() + within_s)
+        _await_server(host, port, within_s)
         return cls._open(host, port, False, store_s)
 
     @classmethod
@@ -122,18 +122,16 @@ def _refuse_taken_port(port: int) -> None:
             raise ConfigurationError(f"port {port} cannot be served: {error.strerror}; choose another one") from error
 
 
-def _await_server(host: str, port: int, deadline: float) -> None:
+def _await_server(host: str, port: int, within_s: float) -> None:
     begun = time.monotonic()
-    while (remaining_s := deadline - time.monotonic()) > 0:
+    while (remaining_s := begun + within_s - time.monotonic()) > 0:
         with suppress(OSError), socket.socket() as probe:  # IPv4, as Paddle's
             probe.settimeout(remaining_s)
             probe.connect((host, port))
             return
         time.sleep(min(_TRY_AGAIN_S, remaining_s))
     raise DeadlineExceededError.waiting_for(
-        f"store at {host}:{port}",
-        since_s=begun,
-        hint="nobody serves one there; start the process that does, or check both",
+        f"store at {host}:{port}", since_s=begun, hint="start the process that serves it, or check both"
     )
 
 

@@ -210,7 +210,7 @@ class DynamicWeightManager:
 
     def _take_over(self) -> None:
         """Of the present command this process knows nothing; whoever died in it has finished it."""
-        self._last_command = self._rendezvous.last_number()
+        self._last_command = self._rendezvous.current().number
         self._files.write_part(self.rank, self._last_command, RankPart(is_reborn=True))
         self._rendezvous.show(version=self._shown_version)
         self._rendezvous.vote(self._last_command, Ballot.FINISHED, phase=READY)
@@ -319,13 +319,16 @@ class DynamicWeightManager:
         """What the manager's own thread staged for `number`; None when that
         was taken back, or did not come before the command's deadline."""
         record = self._rendezvous.current()
-        own = self._rendezvous.own
-        is_over = (own.command, own.ballot) == (number, Ballot.FINISHED)
+
+        def is_over() -> bool:
+            own = self._rendezvous.own
+            return (own.command, own.ballot) == (number, Ballot.FINISHED)
+
         # Of a command that is over there is nothing: what may lie there is the next one's, for its own boundary.
-        if record.number == number and not is_over:
-            left_s = (record.deadline_ns - time.monotonic_ns()) / 1e9
+        if record.number == number and not is_over():
+            self._board.wait_until(lambda: not self._handovers.empty() or is_over(), record.deadline_ns)
             with contextlib.suppress(queue.Empty):
-                return self._handovers.get(timeout=left_s) if left_s > 0 else self._handovers.get_nowait()
+                return self._handovers.get_nowait()
         _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
         return None
 
@@ -448,6 +451,7 @@ class DynamicWeightManager:
         self._overdue_ns = self._leader_overdue_ns(handover.record)
         self._handovers.put(handover)
         os.eventfd_write(self.wake_fd, 1)
+        self._board.ring()  # a loop that was told of the command by rank 0 may be waiting for it already
 
         def is_over() -> bool:
             return self._handovers.empty() or self._is_refused(handover.record)

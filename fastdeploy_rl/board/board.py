@@ -18,7 +18,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.legacy import create_words, unlink_words
 from fastdeploy_rl.config import Deadlines, runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
-from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.lifecycle import Admission, LegacyStatus
 from fastdeploy_rl.memory.owner_lock import Owner, OwnerLock, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
@@ -294,9 +294,13 @@ class Board:
             return layout.UNREADABLE_RANK
 
     def status(self) -> EngineStatus:
-        """The engine as its ranks wrote it down last."""
+        """The engine as its ranks wrote it down last; while a rank is lost it does not serve, whatever stands there."""
         record = self.read(layout.StatusRecord, layout.STATUS_OFFSET)
         now = time.monotonic_ns()
+        lost = sorted(self.lost_ranks())
+        if lost and record.is_serving:
+            reason = f"ranks {lost} died; the engine serves again when they are back"
+            record = record._replace(admission=Admission.FENCED.value, version="", is_serving=0, reason=reason)
         return EngineStatus(
             port=self.port,
             admission=record.admission or "starting",

@@ -118,7 +118,8 @@ class Coordinator:
         """In the place of a rank 0 that died: what that one left is brought to its end before anything new begins."""
         self._recovery.start(layout_digest)
         self._is_taking_over = True
-        self.state.take_over(self._board.read(StatusRecord, layout.STATUS_OFFSET))
+        status = self._board.read(StatusRecord, layout.STATUS_OFFSET)
+        self.state.take_over(status, committed_version(self._board, self._load_strategy))
         self._run()
 
     def _run(self) -> None:
@@ -220,7 +221,7 @@ class Coordinator:
         self._try_to_store(lambda: self._files.write_report(report, unread), "report")
         entry = history_entry(report, self._board.port, time.time())
         self._try_to_store(lambda: append_history(self._board.run_dir / HISTORY, entry), "history")
-        self.state.count_command()
+        self.state.count_command(self._conductor.number)
         _log_report(report)
         request.finish(report)
 
@@ -286,7 +287,6 @@ class Coordinator:
             check_staged=check_staged,
         )
         outcome.version = str(version)
-        self.state.command = self._conductor.number
         if outcome.outcome is Outcome.DONE:
             self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
         elif outcome.outcome is Outcome.REJECTED:
@@ -316,7 +316,7 @@ class Coordinator:
         """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
         if outcome.lost:
             self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
-            self.state.adopt(live)
+            self.state.adopt(live, self._conductor.number)
             restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
             outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt
             outcome.lost = restored.lost
@@ -329,7 +329,7 @@ class Coordinator:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
         self._keep_receipt(receipt)
-        self.state.finish_update(live)
+        self.state.finish_update(live, self._conductor.number)
 
     def _keep_receipt(self, receipt: Receipt) -> None:
         self._receipt = receipt
@@ -344,7 +344,6 @@ class Coordinator:
             self.state.fence(self._recovery.reason(), is_torn=False)
         before = self.state.lifecycle
         outcome = self._recovery.recover(committed, deadline_ns, lambda: self.state.undo_update(before))
-        self.state.command = self._conductor.number
         if committed is not None and outcome.outcome is Outcome.DONE:
             if outcome.receipt is not None:
                 self._keep_receipt(outcome.receipt)
@@ -360,10 +359,9 @@ class Coordinator:
             outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.REJECTED, error)
-        self.state.command = self._conductor.number
         if outcome.outcome is Outcome.DONE:
             self._forget_receipt()
-            self.state.clear()
+            self.state.clear(self._conductor.number)
         elif outcome.outcome is Outcome.REJECTED and was_serving:
             self.state.resume()
         return outcome
@@ -388,9 +386,8 @@ class Coordinator:
             )
         except FastDeployRLError as error:
             cleared = CommandOutcome(Outcome.FENCED, error)
-        self.state.command = self._conductor.number
         if cleared.outcome is Outcome.DONE:
-            self.state.clear()
+            self.state.clear(self._conductor.number)
         else:
             _log.error("event=fence_incomplete reason=%r", str(cleared.error))
 
@@ -405,14 +402,13 @@ class Coordinator:
         left = running_requests(self._board)
         last = self._rendezvous.current()
         is_committed = was_committed(self._board, last)
-        committed = committed_version(self._board, self._load_strategy)
         try:
-            self._conductor.take_over(_from_now(self._deadlines.rejoin_s))
+            self._conductor.take_over()
         except FastDeployRLError as silent:
             _log.error("event=unfinished reason=%r", str(silent))
-        self.state.start_cleared()
-        self.state.adopt(committed)
         restored = self._serve(RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s)))
+        if self.state.is_fenced and restored.outcome is Outcome.DONE:
+            self._drop_everything()  # it was fenced before, and may have been about to do that
         for request in left:
             is_done = is_committed and request.is_meant_by(last)
             self._tell(request, "", self._told_after_death(request, is_done, restored), 0.0)

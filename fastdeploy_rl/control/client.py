@@ -164,13 +164,14 @@ def ask(http: httpx.Client, engine: EngineUrl, call: HttpCall[_ResultT]) -> _Res
         http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
     ):
         for piece in answer.iter_bytes():
-            _take(piece, content, call)
+            take_piece(piece, content, call)
             if time.monotonic() > last:
                 raise httpx.ReadTimeout("the answer does not end")
     return engine.result(call, answer.status_code, bytes(content))
 
 
-def _take(piece: bytes, content: bytearray, call: HttpCall[Any]) -> None:
+def take_piece(piece: bytes, content: bytearray, call: HttpCall[Any]) -> None:
+    """Adds what came next of an answer. EngineError for more than MAX_ANSWER_BYTES."""
     content += piece
     if len(content) > MAX_ANSWER_BYTES:
         raise EngineError(f"the answer to {call.path} is larger than {MAX_ANSWER_BYTES} bytes: is it an engine's?")
@@ -267,5 +268,5 @@ class AsyncHttpEngine:
         content = bytearray()
         async with self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer:
             async for piece in answer.aiter_bytes():
-                _take(piece, content, call)
+                take_piece(piece, content, call)
         return answer.status_code, bytes(content)

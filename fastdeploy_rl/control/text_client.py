@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask, key_headers
+from fastdeploy_rl.control.client import EngineUrl, HttpCall, ask, key_headers, take_piece
 from fastdeploy_rl.control.openai_format import Json
 from fastdeploy_rl.errors import DeadlineExceededError, EngineError, FastDeployRLError, from_wire
 
@@ -59,9 +59,13 @@ class TextClient:
             self._engine.failures(call),
             self._http.stream(call.method, call.path, timeout=call.timeout, **call.content) as answer,
         ):
+            pieces = self._in_time(answer.iter_bytes(), begun)
             if answer.is_error:
-                self._engine.result(call, answer.status_code, answer.read())
-            yield from _events(_lines(self._in_time(answer.iter_bytes(), begun)))
+                content = bytearray()
+                for piece in pieces:
+                    take_piece(piece, content, call)
+                self._engine.result(call, answer.status_code, bytes(content))
+            yield from _events(_lines(pieces))
 
     def _in_time(self, pieces: Iterator[bytes], begun: float) -> Iterator[bytes]:
         for piece in pieces:

@@ -22,14 +22,23 @@ class Lines(httpx.SyncByteStream):
         return self._lines
 
 
-def client_of(*lines: bytes) -> TextClient:
+def client_of(*lines: bytes, status: int = 200) -> TextClient:
     """Of a server that streams these lines over and over."""
     stream = Lines(itertools.cycle([line + b"\n" for line in lines]))
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=stream))
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, stream=stream))
     return TextClient("http://stranger", deadline_s=10.0, transport=transport)
 
 
 LATE = "no end of the answer of http://stranger after"
+
+
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_an_error_without_an_end_meets_its_deadline(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(text_client.time, "monotonic", lambda: next(clock))
+    with client_of(b" ", status=status) as text, pytest.raises(DeadlineExceededError, match=LATE):
+        list(text.stream("/v1/completions", {}))
+    assert next(clock) < 20
 
 
 def test_a_stream_without_an_end_meets_its_deadline_even_where_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ TIMED = re.compile(r"timeout|deadline|_s$|_ns$")
 BARE = ("wait", "join", "result", "get", "acquire", "communicate", "poll", "recv", "accept", "exception", "shutdown")
 """Methods that wait without an end where they get no argument at all."""
 ALWAYS = ("recv", "recv_into", "recvfrom", "recvmsg", "sendall", "waitpid", "lockf", "connect", "as_completed")
+ALWAYS_DOTTED = ("asyncio.gather", "asyncio.shield", "request.receive")
 """That bring their own end only by what stands around them: each must be spoken for."""
 KEYWORD = {
     "subprocess.run": "timeout",
@@ -57,6 +58,11 @@ SPOKEN = {
     ("control/async_board.py", "answer.result()"): ENDED,
     ("control/async_board.py", "asyncio.wait([answer])"): "the client in the thread keeps to the deadline of its call",
     ("control/weights_service.py", "answer.exception()"): ENDED,
+    ("control/http_app.py", "request.receive()"): "beside an answer, until its client has it or is gone",
+    (
+        "control/weights_service.py",
+        "asyncio.shield(answer)",
+    ): "the client in the thread keeps to its command's deadline",
     ("control/weights_service.py", "await command"): "one of its own commands, each with its deadline",
     ("control/weights_service.py", "threading.Lock()"): HELD_BRIEFLY,
     (
@@ -112,7 +118,7 @@ def is_endless(call: ast.Call) -> bool:
         return KEYWORD[name] not in {keyword.arg for keyword in call.keywords}
     if name in POSITIONAL:
         return len(call.args) < POSITIONAL[name] and not is_timed(call)
-    if name in SLEEPS or name == "input":
+    if name in SLEEPS or name in ALWAYS_DOTTED or name == "input":
         return True
     if name == "fcntl.flock":
         return "LOCK_NB" not in ast.unparse(call)

@@ -125,7 +125,7 @@ class RankFiles:
 
     def _read(self, record: type[_Record], name: str) -> _Record:
         try:
-            with open(os.open(self._run_dir / name, os.O_RDONLY | _CAREFUL), "rb") as file:
+            with open(self._run_dir / name, "rb", opener=lambda path, flags: os.open(path, flags | _CAREFUL)) as file:
                 data = file.read(_MAX_BYTES + 1)
             if len(data) > _MAX_BYTES:
                 raise StepFailedError(f"{name} of {self._run_dir} is larger than {_MAX_BYTES} bytes")

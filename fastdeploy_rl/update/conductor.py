@@ -129,7 +129,7 @@ class Conductor:
         """What speaks against going on once every rank could have reached `wanted`."""
         try:
             records = self._rendezvous.await_votes(command.number, wanted, command.deadline_ns, excused=excused)
-            return _first_objection(records, command.number, wanted, excused)
+            return _first_objection(records, command.number, wanted, excused, self._rendezvous.lost_ranks())
         except FastDeployRLError as silence:
             return silence
 
@@ -221,7 +221,7 @@ class Conductor:
 
 
 def _first_objection(
-    records: list[RankRecord], command: int, wanted: Ballot, excused: frozenset[int]
+    records: list[RankRecord], command: int, wanted: Ballot, excused: frozenset[int], lost: frozenset[int]
 ) -> FastDeployRLError | None:
     living = {rank: record for rank, record in enumerate(records) if rank not in excused}
     against = [rank for rank, record in living.items() if is_against(record, command)]
@@ -230,6 +230,10 @@ def _first_objection(
     for rank in against:
         if records[rank].reason:
             return from_wire(records[rank].error, f"rank {rank}: {records[rank].reason}")
-    # Those ran out of time themselves while they waited for the others.
+    # Those saw another one die, or ran out of time themselves while they waited for the others.
     behind = [rank for rank, record in living.items() if record.command != command or record.ballot < wanted]
-    return DeadlineExceededError(f"command {command}: ranks {behind} did not reach {wanted.name} before the deadline")
+    if not lost.isdisjoint(behind):
+        dead = sorted(lost.intersection(behind))
+        return PeerLostError(f"command {command}: ranks {dead} died before they reached {wanted.name}")
+    late = f"ranks {behind} did not reach" if behind else f"ranks {against} did not wait for all to reach"
+    return DeadlineExceededError(f"command {command}: {late} {wanted.name} before the deadline")

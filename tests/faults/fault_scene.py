@@ -11,16 +11,16 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from fastdeploy_rl.board.board import board_name
 from fastdeploy_rl.config import Deadlines
@@ -49,7 +49,8 @@ AUDIT_S = 3.0
 SETTLE_S = DEADLINES.rejoin_s + DEADLINES.update_s + 2 * DEADLINES.finish_s + DEADLINES.clear_s
 ANSWER_S = 20.0
 
-Weights = dict[str, np.ndarray]
+UNKNOWN = "unknown"
+"""The outcome of a case that could not be judged."""
 
 
 class SceneError(Exception):
@@ -80,6 +81,8 @@ class Row:
     told: str = ""
     recovered_s: float = 0.0
     failures: list[str] = field(default_factory=list)
+    is_broken: bool = False
+    """The engine did not go on; the next case needs another one."""
 
 
 class Version(NamedTuple):
@@ -158,8 +161,15 @@ class FaultScene(ABC):
             self._update_well()
 
     def play(self, case: Case) -> Row:
-        """SceneError where the engine cannot be judged any more."""
-        row = Row(case, self.runner)
+        row = Row(case, self.runner, outcome=UNKNOWN)
+        try:
+            self._play(case, row)
+        except (SceneError, FastDeployRLError, FutureTimeoutError, OSError) as error:
+            row.failures.append(f"{type(error).__name__}: {error}")
+            row.is_broken = True
+        return row
+
+    def _play(self, case: Case, row: Row) -> None:
         begun = time.monotonic()
         old, new = self._old, self.publish()
         if old is None or not differ_everywhere(old, new.reference):
@@ -183,7 +193,6 @@ class FaultScene(ABC):
         row.seconds = time.monotonic() - begun
         self._update_well()
         row.failures += self.grown()
-        return row
 
     def _update_under_fault(self, case: Case, new: Version) -> Told:
         pid = self.pid(case.rank)
@@ -258,6 +267,18 @@ class FaultScene(ABC):
         self._old = new.reference
 
 
+def play_all(cases: Sequence[Case], make_scene: Callable[[str], FaultScene]) -> Iterator[Row]:
+    """One after the other, on as few engines as can be; `make_scene` makes one of a mode."""
+    left = list(cases)
+    while left:
+        with make_scene(left[0].mode) as scene:
+            while left and left[0].mode == scene.mode:
+                row = scene.play(left.pop(0))
+                yield row
+                if row.is_broken:
+                    break
+
+
 # --- the numpy engine ------------------------------------------------------------------------------
 
 MODEL = NumpyModel(
@@ -304,22 +325,24 @@ class NumpyScene(FaultScene):
 
     runner = "numpy"
 
-    def __init__(self, mode: str, folder: Path, errors: IO[bytes]) -> None:
+    def __init__(self, mode: str, folder: Path) -> None:
+        """Channel and log are made in `folder`, which there is."""
         super().__init__(mode)
         self._channel = folder / "channel"
-        self._errors = errors
+        self._log = folder / "log"
         self._seed = 0
         self._baseline: list[Gauge] = []
         self._num_segments = 0
 
     def open(self, stack: ExitStack) -> None:
+        errors = stack.enter_context(self._log.open("ab"))
         self.engine = stack.enter_context(
             NumpyEngine(
                 MODEL,
                 channel=self._channel,
                 num_ranks=NUM_RANKS,
                 apply_mode=self.mode,
-                errors=self._errors,
+                errors=errors,
                 deadlines=DEADLINES,
                 is_restarted_on_death=True,
                 module="fastdeploy_rl.testing.faulty_worker",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.fault_cases import ENDS, KINDS, MODES, NUM_RANKS, STEPS, all_cases, covering_sample, promised
 from tests.faults.fault_judge import TORN, Reference, Seen, differ_everywhere, outcome_of
-from tests.faults.fault_scene import NumpyScene
+from tests.faults.fault_scene import NumpyScene, play_all
 
 _SAMPLE = covering_sample(all_cases())
 
@@ -17,8 +17,7 @@ _SAMPLE = covering_sample(all_cases())
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_goes_wrong_at_a_step_leaves_one_version_on_all_ranks_or_none(tmp_path: Path, mode: str) -> None:
     """And the caller is told which, no wait is overdue, and the next update works."""
-    with (tmp_path / "log").open("wb") as log, NumpyScene(mode, tmp_path, log) as scene:
-        rows = [scene.play(case) for case in _SAMPLE if case.mode == mode]
+    rows = list(play_all([case for case in _SAMPLE if case.mode == mode], lambda mode: NumpyScene(mode, tmp_path)))
     assert [f"{row.case}: {failure}" for row in rows for failure in row.failures] == []
     assert {row.outcome for row in rows} == {promised(row.case) for row in rows}
 

@@ -172,19 +172,38 @@ def test_a_cancelled_update_that_had_begun_still_ends_for_all_ranks(tmp_path: Pa
 def test_a_version_replaced_while_ranks_take_it_gives_way_to_the_newest_if_that_was_asked_for(
     tmp_path: Path, asked: str
 ):
-    """Rank 0 resolved 1.2, rank 1 comes to it after 1.3 was published."""
+    """Rank 0 resolved 1.2 and holds nothing of it yet when the arena that it lies in is written again."""
+    with rig(tmp_path) as (engine, sources, publisher, client), ThreadPoolExecutor(1) as pool:
+        delays = [Delay(threading.Event()) for _ in sources]
+        sources[0].then("stage", delays[0])
+        sources[1].then("resolve", delays[1])
+        publish(publisher, random_weights(MODEL, 2), 2)
+        update = pool.submit(client.update, asked or None)
+        assert all(delay.begun.wait(20) for delay in delays)
+        for step in (3, 4):
+            publish(publisher, random_weights(MODEL, step), step)
+        for delay in delays:
+            delay.gate.set()
+        if asked:
+            with pytest.raises(NoPublicationError, match=r"superseded|not to be had"):
+                update.result(20)
+            assert engine.holds(random_weights(MODEL, 1))
+        else:
+            assert update.result(20).version == "1.4"
+            assert engine.holds(random_weights(MODEL, 4))
+
+
+def test_a_version_that_is_followed_by_another_while_ranks_take_it_is_taken_whole(tmp_path: Path):
+    """Rank 0 resolved 1.2, rank 1 comes to it after 1.3 was published: its memory is intact."""
     with rig(tmp_path) as (engine, sources, publisher, client), ThreadPoolExecutor(1) as pool:
         delay = Delay(threading.Event())
         sources[1].then("resolve", delay)
         publish(publisher, random_weights(MODEL, 2), 2)
-        update = pool.submit(client.update, asked or None)
+        update = pool.submit(client.update)
         assert delay.begun.wait(20)
         publish(publisher, random_weights(MODEL, 3), 3)
         delay.gate.set()
-        if asked:
-            with pytest.raises(NoPublicationError, match=r"another publication replaced|not to be had"):
-                update.result(20)
-            assert engine.holds(random_weights(MODEL, 1))
-        else:
-            assert update.result(20).version == "1.3"
-            assert engine.holds(random_weights(MODEL, 3))
+        assert update.result(20).version == "1.2"
+        assert engine.holds(random_weights(MODEL, 2))
+        assert client.update().version == "1.3"
+        assert engine.holds(random_weights(MODEL, 3))

@@ -76,9 +76,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NumpyEngine]:
     """Bytes go into the parameters' own memory: what came too late would be written over what is live."""
     deadlines = Deadlines(attach_s=LONG_S, finish_s=SHORT_S)
     channel = tmp_path_factory.mktemp("cancelled") / "channel"
-    with NumpyEngine(
-        MODEL, channel=channel, num_ranks=NUM_RANKS, apply_mode="copy", deadlines=deadlines
-    ) as engine:
+    with NumpyEngine(MODEL, channel=channel, num_ranks=NUM_RANKS, apply_mode="copy", deadlines=deadlines) as engine:
         yield engine
 
 

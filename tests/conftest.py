@@ -23,7 +23,8 @@ class _Held(NamedTuple):
     segments: frozenset[str]
     descriptors: Counter[str]
     threads: frozenset[str]
-    processes: frozenset[int]
+    processes: dict[int, int]
+    """Process -> its parent."""
 
 
 def pytest_configure() -> None:
@@ -48,7 +49,8 @@ def _held() -> _Held:
     # The tracker that multiprocessing starts on first use stays for good, and is nobody's leak.
     tracker = resource_tracker._resource_tracker
     processes = (_children() | _processes_of_this_run()) - {os.getpid(), getattr(tracker, "_pid", None)}
-    return _Held(_segments(), _descriptors(getattr(tracker, "_fd", None)), _threads(), frozenset(processes))
+    parents = {pid: _parent(pid) for pid in processes}
+    return _Held(_segments(), _descriptors(getattr(tracker, "_fd", None)), _threads(), parents)
 
 
 def _left(before: _Held, after: _Held) -> list[str]:
@@ -57,9 +59,20 @@ def _left(before: _Held, after: _Held) -> list[str]:
         "segments": [] if segments and _is_shared_machine() else sorted(segments),
         "descriptors": sorted((after.descriptors - before.descriptors).elements()),
         "threads": sorted(after.threads - before.threads),
-        "processes": sorted(after.processes - before.processes),
+        "processes": _new_processes(before.processes, after.processes),
     }
     return [f"{what} {names}" for what, names in found.items() if names]
+
+
+def _new_processes(before: dict[int, int], after: dict[int, int]) -> list[int]:
+    """An engine that several tests share may start a worker again, in the place of one that died."""
+    replaced = Counter(parent for pid, parent in before.items() if pid not in after and parent != os.getpid())
+    new = []
+    for pid in sorted(after.keys() - before.keys()):
+        replaced[after[pid]] -= 1
+        if replaced[after[pid]] < 0:
+            new.append(pid)
+    return new
 
 
 def _segments() -> frozenset[str]:
@@ -93,6 +106,12 @@ def _children() -> set[int]:
 def _processes_of_this_run() -> set[int]:
     mark = f"{_RUN}={os.environ[_RUN]}"
     return {int(file.parent.name) for file in Path("/proc").glob("[0-9]*/environ") if mark in _read(file).split("\0")}
+
+
+def _parent(pid: int) -> int:
+    """0 for one that has ended."""
+    fields = dict(line.split(":", 1) for line in _read(Path(f"/proc/{pid}/status")).splitlines())
+    return int(fields.get("PPid", "0"))
 
 
 def _is_shared_machine() -> bool:

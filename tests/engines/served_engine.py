@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -134,14 +135,31 @@ class ServedEngine:
             raise RuntimeError(f"serve ended with {self._child.returncode}: {self.logs()}")
 
     def await_ready(self) -> None:
-        event = ""
-        while event != "ready":
+        self.await_event("ready")
+        self.control = self._stack.enter_context(EngineController(self.board_port))
+
+    def await_event(self, name: str) -> dict[str, Any]:
+        """The next line of `serve` that tells of it."""
+        event: dict[str, Any] = {"event": ""}
+        while event["event"] != name:
             has_line = bool(select.select([self._child.stdout], [], [], DEADLINE_S)[0])
             line = self._child.stdout.readline() if has_line else b""
             if not line:
-                raise RuntimeError(f"serve is not ready: {self.logs()}")
-            event = json.loads(line)["event"]
-        self.control = self._stack.enter_context(EngineController(self.board_port))
+                raise RuntimeError(f"serve does not say {name!r}: {self.logs()}")
+            event = json.loads(line)
+        return event
+
+    def kill(self, rank: int) -> None:
+        """As the kernel does where memory runs out."""
+        os.kill(self.pid(rank), signal.SIGKILL)
+
+    def await_serving(self) -> None:
+        """Until it serves, or does so again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.control.status().is_serving:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"it does not serve: {self.control.status().reason}: {self.logs()}")
+            time.sleep(0.02)  # bounded by the deadline above
 
     def _end(self) -> None:
         self._child.send_signal(signal.SIGINT)

@@ -1,4 +1,5 @@
-"""`fastdeploy-rl serve ...` whose workers have a window (windowed_worker.py): python windowed_serve.py ARGUMENTS."""
+"""`fastdeploy-rl serve ...` whose workers have a window (windowed_worker.py), and may die as often as a test wants:
+python windowed_serve.py ARGUMENTS."""
 
 import functools
 import sys
@@ -7,5 +8,5 @@ from fastdeploy_rl.cli import main
 from fastdeploy_rl.engines.embedded import supervisor
 
 if __name__ == "__main__":
-    supervisor.ServeConfig = functools.partial(supervisor.ServeConfig, worker_module="windowed_worker")
+    supervisor.ServeConfig = functools.partial(supervisor.ServeConfig, worker_module="windowed_worker", max_deaths=1000)
     sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ class Gauge:
 DESCRIPTORS = Gauge("descriptors", "", 4)
 MAPPINGS = Gauge("mappings", "", 8)
 THREADS = Gauge("threads", "", 2)
-OBJECTS = Gauge("objects", "", 120)
+OBJECTS = Gauge("objects", "", 250)
 RSS = Gauge("rss", "KiB", 1536)
 SEGMENTS = Gauge("segments", "", 4)
 SHM_BYTES = Gauge("shm_bytes", "KiB", 64)

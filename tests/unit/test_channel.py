@@ -12,7 +12,8 @@ import pytest
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.errors import ConfigurationError, ManifestError, NoPublicationError, NoSpaceError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
-from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.publish.channel import Channel, Latest, order_of
+from fastdeploy_rl.version import WeightVersion
 
 
 @pytest.fixture
@@ -160,6 +161,34 @@ def test_a_manifest_of_another_version_is_refused(channel: Channel) -> None:
     latest = _publish(channel, _manifest("1.1"))
     with pytest.raises(ManifestError, match=r"is version 1\.1, but LATEST says 1\.2"):
         channel.read_manifest(Latest("1.2", latest.file, latest.file_digest))
+
+
+def test_a_version_is_found_by_its_whole_name(channel: Channel) -> None:
+    for version in ("1.1", "1.11", "11.1"):
+        _publish(channel, _manifest(version))
+    assert channel.read_version(WeightVersion(1, 1)) == _manifest("1.1")
+    assert channel.read_version(WeightVersion(1, 2)) is None
+    assert sorted(channel.manifest_files(), key=order_of)[-1].startswith("manifest-11.1-")
+
+
+@pytest.mark.parametrize("name", ["manifest-1.1-x.json", "../manifest-1.1-0123456789abcdef.json", "LATEST", ""])
+def test_what_is_no_name_of_a_manifest_is_not_read(channel: Channel, name: str) -> None:
+    with pytest.raises(ManifestError, match="is no manifest of a channel"):
+        channel.read_file(name)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
+def test_a_former_manifest_that_is_no_file_of_ours_is_refused(channel: Channel, make: Callable[[Path], None]) -> None:
+    make(channel.path / "manifest-1.1-0123456789abcdef.json")
+    with pytest.raises(ManifestError, match=r"no regular file|cannot be read"):
+        channel.read_version(WeightVersion(1, 1))
+
+
+def test_a_former_manifest_under_the_name_of_another_version_is_refused(channel: Channel) -> None:
+    latest = _publish(channel, _manifest("1.1"))
+    (channel.path / latest.file).rename(channel.path / latest.file.replace("-1.1-", "-1.2-"))
+    with pytest.raises(ManifestError, match=r"is version 1\.1, but its name says 1\.2"):
+        channel.read_version(WeightVersion(1, 2))
 
 
 def test_a_missing_manifest_is_no_publication(channel: Channel) -> None:

@@ -9,9 +9,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
-from fuzz_inputs import patches
+from fuzz_inputs import patches, several
 from fuzz_targets import BrokenPromiseError, Reader, Target, in_turn, patched
-from hypothesis import strategies as st
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
@@ -184,14 +183,13 @@ def _requests(seed: random.Random) -> bytes:
     return json.dumps(found).encode()
 
 
+def _words(seed: random.Random) -> bytes:
+    values = (seed.choice((seed.randrange(-3, 4), seed.randrange(-(2**31), 2**31))) for _ in range(20))
+    return struct.pack("<20i", *values)
+
+
 BOARD_TARGETS = [
     Target("board", patches(_BOARD_WORDS, _BOARD_TEXTS, layout.board_bytes(_NUM_RANKS)), _board_reader),
-    Target("requests", st.builds(_requests, st.randoms(use_true_random=True)), _board_reader),
-    Target(
-        "legacy",
-        st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 3), max_size=20).map(
-            lambda values: struct.pack(f"<{len(values)}i", *values)
-        ),
-        _legacy_reader,
-    ),
+    Target("requests", several(_requests), _board_reader),
+    Target("legacy", several(_words), _legacy_reader),
 ]

@@ -6,7 +6,7 @@ would spend the time on choosing."""
 import copy
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -41,23 +41,36 @@ _TEXTS = (
 )
 _OTHERS = (None, True, False, 0.5, float("nan"), float("inf"), [], {}, [[]], [[[[[[[[[[]]]]]]]]]], {"a": {"a": {}}})
 _MAX_HOLDERS = 2000
+_PER_DRAW = 10
 _WORDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 255, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 2)
 
 
-def documents(samples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+Inputs = st.SearchStrategy[list[bytes]]
+
+
+def several(make: Callable[[random.Random], bytes]) -> Inputs:
+    """A handful of what `make` makes of one generator."""
+
+    def make_all(random: random.Random) -> list[bytes]:
+        return [make(random) for _ in range(_PER_DRAW)]
+
+    return st.builds(make_all, st.randoms(use_true_random=True))
+
+
+def documents(samples: Sequence[bytes]) -> Inputs:
     """JSON near one of `samples`: values replaced, doubled, taken away; then, sometimes, bytes changed."""
-    return st.builds(_document, st.randoms(use_true_random=True), st.sampled_from(samples)) | raw(samples)
+    return several(lambda random: _document(random, random.choice(samples))) | raw(samples)
 
 
-def raw(samples: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+def raw(samples: Sequence[bytes]) -> Inputs:
     """Bytes near one of `samples`, or any."""
-    damaged = st.builds(_damaged, st.randoms(use_true_random=True), st.sampled_from(samples))
-    return damaged | st.binary(max_size=300)
+    damaged = several(lambda random: _damaged(random, random.choice(samples)))
+    return damaged | st.lists(st.binary(max_size=300), max_size=_PER_DRAW)
 
 
-def patches(offsets: Sequence[int], texts: Sequence[int], num_bytes: int) -> st.SearchStrategy[bytes]:
+def patches(offsets: Sequence[int], texts: Sequence[int], num_bytes: int) -> Inputs:
     """JSON list of [offset, hex]: words at `offsets`, text at `texts`, and anything anywhere in `num_bytes`."""
-    return st.builds(_patches, st.randoms(use_true_random=True), st.just((offsets, texts, num_bytes)))
+    return several(lambda random: _patches(random, (offsets, texts, num_bytes)))
 
 
 def _document(random: random.Random, sample: bytes) -> bytes:

@@ -104,10 +104,11 @@ def work(names: list[str], seconds: float, number: int, directory: Path) -> None
     note, kept = Note(directory / "note"), set[str]()
     tallies = {name: Tally() for name in names}
     deadline = time.monotonic() + seconds
+    taken = [(index, target) for index, target in enumerate(TARGETS) if target.name in tallies]
     while time.monotonic() < deadline:
-        for index, target in enumerate(TARGETS):
-            left = min(deadline - time.monotonic(), _SLICE_S, seconds / len(names))
-            if target.name in tallies and left > 0:
+        for turn, (index, target) in enumerate(taken):
+            left = min((deadline - time.monotonic()) / (len(taken) - turn), _SLICE_S)
+            if left > 0 or not tallies[target.name].inputs:
                 number += 1
                 _take_turn(target, index, tallies[target.name], left, number, note, kept, directory)
                 _tell_watch([tally.as_json(name) for name, tally in tallies.items()], directory)
@@ -124,7 +125,7 @@ def _take_turn(
     started = time.monotonic()
     with target.open() as reader:
         batch = 0
-        while time.monotonic() < started + seconds:
+        while not tally.inputs or time.monotonic() < started + seconds:
             batch += 1
 
             @seed(number * 1_000_003 + batch)
@@ -136,12 +137,15 @@ def _take_turn(
                 suppress_health_check=list(HealthCheck),
             )
             @given(target.inputs)
-            def read_all(data: bytes) -> None:
-                note.write(index, data)
-                find = _read_once(reader, data, tally)
-                note.clear()
-                if find is not None:
-                    _keep(find, target.name, data, kept, directory)
+            def read_all(inputs: list[bytes]) -> None:
+                for data in inputs:
+                    if tally.inputs and time.monotonic() > started + seconds:
+                        return
+                    note.write(index, data)
+                    find = _read_once(reader, data, tally)
+                    note.clear()
+                    if find is not None:
+                        _keep(find, target.name, data, kept, directory)
 
             read_all()
     tally.seconds += time.monotonic() - started
@@ -239,7 +243,7 @@ class Watch:
         note = Note(self._directory / "note")
         note.clear()
         arguments = [str(seconds), "--seed", str(self._number), "--work", "--out", str(self._directory)]
-        command = [sys.executable, __file__, *arguments, *(["--only", ",".join(self._names)])]
+        command = [sys.executable, sys.argv[0], *arguments, *(["--only", ",".join(self._names)])]
         before = dict(self.targets)
         (self._directory / "tallies").write_text("[]")
         reader = subprocess.Popen(command, start_new_session=True)

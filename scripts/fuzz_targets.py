@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from fuzz_inputs import documents, patches, raw
-from hypothesis import strategies as st
+from fuzz_inputs import Inputs, documents, patches, raw
 
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl.checksum import Fletcher4
@@ -42,7 +41,7 @@ class Target:
     """`open` makes what the reader needs (files, segments) and takes it away again."""
 
     name: str
-    inputs: st.SearchStrategy[bytes]
+    inputs: Inputs
     open: Callable[[], AbstractContextManager[Reader]]
 
 

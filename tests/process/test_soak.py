@@ -56,7 +56,7 @@ def test_a_number_of_updates_that_shows_nothing_is_refused(text: str):
 
 @pytest.mark.parametrize("name", ["DESCRIPTORS", "MAPPINGS", "THREADS", "SEGMENTS", "FILES"])
 def test_one_thing_leaked_an_update_is_told_from_noise(part: Any, name: str):
-    """Also in a stretch of a soak of 300, most of which is warm-up; noise within its bound is flat whatever the length."""
+    """Also in a stretch of a soak of 300, most of which is warm-up. Noise within its bound is flat at any length."""
     gauges = part("soak_gauges")
     gauge = getattr(gauges, name)
     noise = random.Random(0)

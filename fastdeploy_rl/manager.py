@@ -357,6 +357,15 @@ class DynamicWeightManager:
             except PeerLostError:
                 _log.info("rank=%d event=overtaken generation=%d", self.rank, collectives.generation)
 
+    def await_living(self) -> None:
+        """Before a meeting of the collectives: until no rank is lost any more, so that the time in which a successor
+        loads the model is none of the meeting's. DeadlineExceededError when one is not back within `rejoin_s`."""
+        begun = time.monotonic()
+        deadline_ns = time.monotonic_ns() + int(self._config.deadlines.rejoin_s * 1e9)
+        if not self._board.wait_until(lambda: not self._board.lost_ranks(), deadline_ns):
+            lost = self._board.lost_ranks()
+            raise DeadlineExceededError.waiting_for("return of dead ranks", since_s=begun, missing=lost)
+
     # --- the manager's thread ----------------------------------------------------------------------
 
     def _note_fault(self, reason: str) -> None:

@@ -49,6 +49,7 @@ def meet_again(
         manager.condemn(error)
     _log.warning("event=left_off reason=%r", str(error))
     manager.rejoin(collectives)
+    manager.await_living()
     _log.info("event=rejoined generation=%d", collectives.generation)
 
 

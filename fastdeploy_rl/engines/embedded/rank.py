@@ -43,6 +43,7 @@ def run(config: WorkerConfig, connection: WorkerSocket) -> None:
         seconds = time.monotonic() - begun
         connection.send(Ready(config.rank, weight_bytes, seconds), timeout_s=config.deadlines.send_s)
         _log.info("phase=ready weight_bytes=%d seconds=%.3f", weight_bytes, seconds)
+        manager.await_living()  # where more than one rank died
         _loop(config, runner, manager, collectives, connection).run()
     _log.info("phase=stopped")
 

@@ -96,11 +96,15 @@ class OwnerLock:
 
 
 def is_alive(path: str | Path) -> bool:
-    """True while someone holds the lock on `path`. What is no regular file is nobody's lock."""
+    """True while someone holds the lock on `path`. What is no regular file, or can be no path, is nobody's lock."""
     try:
         fd = _open_regular(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError, SegmentError, ValueError):
         return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise SegmentError(f"{path} cannot be looked at: {error.strerror}") from error
     try:
         return not _try_flock(fd, fcntl.LOCK_SH)
     finally:

@@ -242,6 +242,13 @@ def test_what_is_no_file_is_nobodys_lock(tmp_path: Path, kind: str) -> None:
     assert (tmp_path / "outside").read_bytes() == b"theirs"
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "file/lock", "\udcff" * 200, "nowhere/lock"])
+def test_what_can_be_no_path_is_nobodys_lock(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    assert not is_alive(tmp_path / name)
+    assert owner_of(tmp_path / name) is None
+
+
 @pytest.mark.parametrize("note", [b"", b"1", b"-1 5", b"1 nan", b"1 inf", b"1 1e300", b"9" * 60, b"1 \xff", b"1 -5"])
 def test_a_note_that_nobody_wrote_names_nobody(tmp_path: Path, note: bytes) -> None:
     (tmp_path / "lock").write_bytes(note)

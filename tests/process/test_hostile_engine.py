@@ -271,7 +271,7 @@ class Intruder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def fill(self, slot: int, state: int, kind: int, text: bytes) -> None:
+    def fill(self, slot: int, state: int, kind: int, text: bytes, token: int = 0) -> None:
         """One slot, with any ticket, force and deadline; the doorbell is rung."""
         offset = layout.request_offset(slot)
         odd = self._random.choice
@@ -283,7 +283,7 @@ class Intruder:
             odd((0, -(2**63), 2**63 - 1, -1, time.monotonic_ns() + 10**9)),
         )
         self.board[offset + 8 : offset + 8 + len(fields) + 64] = fields + text.ljust(64, b"\xff")[:64]
-        self.board[offset : offset + 8] = struct.pack("<Q", self._token << 3 | state)
+        self.board[offset : offset + 8] = struct.pack("<Q", (token or self._token) << 3 | state)
         self.ring()
 
     def ring(self) -> None:
@@ -308,6 +308,11 @@ def test_garbage_in_request_slots_is_refused_and_the_engine_serves_on_unchanged(
             s.assert_unchanged()
             for slot in range(8):
                 intruder.free(slot)
+        for odd, make in enumerate((os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/etc/passwd"))):
+            make(client_lock_path(s.engine.board.run_dir, 77 + odd))
+            intruder.fill(odd, SlotState.SUBMITTED, CommandKind.CLEAR, b"", token=77 + odd)
+        assert s.client.receipt(recompute=True).version == f"{s.publisher.epoch}.1"
+        s.assert_unchanged()
         for text in _TEXTS[1:]:
             intruder.fill(3, SlotState.SUBMITTED, CommandKind.UPDATE, text)
             assert s.client.receipt(recompute=True).version == f"{s.publisher.epoch}.1"

@@ -126,6 +126,35 @@ def test_a_stopping_engine_ends_every_request_with_its_reason_and_takes_no_more(
     with_client(scene)
 
 
+def test_a_dead_rank_0_ends_what_it_had_begun_and_its_successor_gets_the_rest() -> None:
+    async def scene(client: EngineClient, rank0: Rank0) -> None:
+        begun, queued, given_up = (client.start([REQUEST]) for _ in range(3))
+        await rank0.receive()
+        await rank0.say(("1", token(5)))
+        assert await anext(begun) == NextToken(0, token(5))
+        client.suspend("rank 0 was killed")
+        (last,) = [item.token async for item in begun]
+        assert (last.finish_reason, last.error) == ("abort", "rank 0 was killed")
+        with pytest.raises(NotServingError, match="rank 0 was killed"):
+            client.start([REQUEST])
+        given_up.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link, successor = WorkerLink(ours), Rank0(theirs)
+            listening = asyncio.create_task(link.receive(lambda message: client.deliver(message)))  # type: ignore[arg-type]
+            client.resume(link)
+            assert await successor.receive() == [Start("2", REQUEST)]
+            await successor.say(("2", token(4, "stop")))
+            assert [item.token async for item in queued] == [token(4, "stop")]
+            client.start([REQUEST])
+            assert await successor.receive() == [Start("4", REQUEST)]
+        await listening
+        link.close()
+        await asyncio.sleep(0)
+
+    with_client(scene)
+
+
 def test_a_request_that_no_message_can_hold_takes_no_place() -> None:
     async def scene(client: EngineClient, rank0: Rank0) -> None:
         with pytest.raises(OverflowError):

@@ -12,6 +12,7 @@ counter's lowest bit names the copy that holds; a writer fills the other one and
 the former record whole, and one flipped bit makes no vote. Text is UTF-8, cut to its field, NUL-padded. The native core
 offers words and futexes only and knows none of this, so this file is the one place that does."""
 
+import codecs
 import enum
 import struct
 import zlib
@@ -251,8 +252,13 @@ Record = TypeVar("Record", bound=NamedTuple)
 
 
 def unpack(record: type[Record], data: bytes) -> Record:
-    """The record that `data` holds. A character cut in half by the field's end is dropped."""
+    """The record that `data` holds. A character cut in half by the field's end is dropped; what is no UTF-8 stays to
+    be seen as U+FFFD: a version of noise must not read as none."""
     values = _STRUCTS[record].unpack(data)
-    texts = (value.rstrip(b"\0").decode("utf-8", "ignore") if isinstance(value, bytes) else value for value in values)
+    texts = (_text(value) if isinstance(value, bytes) else value for value in values)
     make: Callable[..., Record] = record
     return make(*texts)
+
+
+def _text(field: bytes) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(field.rstrip(b"\0"), False)

@@ -271,7 +271,9 @@ class Intruder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def fill(self, slot: int, state: int, kind: int, text: bytes, token: int = 0) -> None:
+    def fill(
+        self, slot: int, state: int, kind: int, text: bytes, *, token: int = 0, deadline_ns: int | None = None
+    ) -> None:
         """One slot, with any ticket, force and deadline; the doorbell is rung."""
         offset = layout.request_offset(slot)
         odd = self._random.choice
@@ -280,11 +282,14 @@ class Intruder:
             odd((0, 2**64 - 1, self._random.getrandbits(64))),
             kind,
             odd((0, 1, 2**64 - 1)),
-            odd((0, -(2**63), 2**63 - 1, -1, time.monotonic_ns() + 10**9)),
+            odd((0, -(2**63), 2**63 - 1, -1, time.monotonic_ns() + 10**9)) if deadline_ns is None else deadline_ns,
         )
         self.board[offset + 8 : offset + 8 + len(fields) + 64] = fields + text.ljust(64, b"\xff")[:64]
         self.board[offset : offset + 8] = struct.pack("<Q", (token or self._token) << 3 | state)
         self.ring()
+
+    def state(self, slot: int) -> int:
+        return int(self.board[layout.request_offset(slot)]) & 7
 
     def ring(self) -> None:
         self._engine.board.ring_doorbell()
@@ -318,6 +323,19 @@ def test_garbage_in_request_slots_is_refused_and_the_engine_serves_on_unchanged(
             assert s.client.receipt(recompute=True).version == f"{s.publisher.epoch}.1"
             s.assert_unchanged()
             intruder.free(3)
+        s.client.update()
+        assert s.engine.holds(SECOND)
+
+
+def test_a_request_whose_deadline_is_long_over_is_refused_and_leaves_no_rank_behind(tmp_path: Path):
+    """Nobody would wait for the ranks' way back: the next command must find all of them idle."""
+    with scene(tmp_path, apply_mode="copy") as s, Intruder(s.engine, 3) as intruder:
+        for deadline_ns in (-(2**63), 0, time.monotonic_ns() - 60 * 10**9) * 3:
+            intruder.fill(5, SlotState.SUBMITTED, CommandKind.UPDATE, bytes(64), deadline_ns=deadline_ns)
+            assert _becomes(lambda: intruder.state(5) == SlotState.FINISHED)
+            s.assert_unchanged()
+            assert s.client.receipt(recompute=True).version == f"{s.publisher.epoch}.1"
+            intruder.free(5)
         s.client.update()
         assert s.engine.holds(SECOND)
 

@@ -107,6 +107,8 @@ class EngineState:
 
     def begin(self, event: UpdateEvent) -> None:
         """A step of an update begins on rank 0."""
+        if event is UpdateEvent.COMMIT and self.lifecycle.update is UpdatePhase.COMMITTING:
+            return  # tried again
         tag = _LOADED_BY.get(event)
         is_loaded = tag is not None and self.lifecycle.residency(tag) is not Residency.RESIDENT
         loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []

@@ -69,6 +69,7 @@ def _as_json(row: Row) -> dict[str, object]:
         "rank": case.rank,
         "kind": case.kind,
         "mode": case.mode,
+        "base": case.base,
         "runner": row.runner,
         "outcome": row.outcome,
         "seconds": round(row.seconds, 3),

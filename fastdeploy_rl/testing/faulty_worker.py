@@ -1,7 +1,8 @@
 """A worker of the numpy engine that can be told at which step of an update something goes wrong.
 
-As engines/numpy/worker.py, with two more questions on standard input: `fault {"act": "kill", "step": "install", "when":
-"end"}` arms a StepFault and is answered "armed"; `disarm` is answered with whether one was armed still."""
+As engines/numpy/worker.py, with two more questions on standard input: `fault {"act": "kill", "step": "install",
+"when": "end"}` arms a StepFault and is answered "armed"; `disarm` is answered with whether one was armed that did not
+happen."""
 
 import sys
 from typing import Any

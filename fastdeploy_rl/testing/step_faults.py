@@ -5,8 +5,8 @@ a byte changes where nobody meant it to.
     DynamicWeightManager(..., observer=faults)
     faults.arm(StepFault(Act.KILL, "install", "end"))       # at the end of the next install of this rank
 
-Owns what each act does. Refuses to judge what comes of it. Invariant: an armed fault happens once; a process that was
-started anew has none."""
+Owns what each act does. Refuses to judge what comes of it. Invariant: an armed fault happens once, if it is not a
+lasting one; a process that was started anew has none."""
 
 import enum
 import errno
@@ -16,9 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.layout import RankRecord
+from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.update.steps import RankUpdate, UpdateStep
 
 When = Literal["begin", "end"]
@@ -39,6 +40,8 @@ class Act(enum.Enum):
     """A bit of the byte at `offset` of the file `target`."""
     FLIP_PARAMETER = "flip_parameter"
     """A bit of the byte at `offset` of the bound parameter `target`, which must lie in this process's own memory."""
+    FLIP_STAGED = "flip_staged"
+    """As FLIP_PARAMETER, of the version that was staged and is not bound yet."""
     FLIP_RECORD = "flip_record"
     """A bit of this rank's ballot, in the copy that holds, of the board whose file is `target`."""
     FLIP_COUNTER = "flip_counter"
@@ -46,13 +49,14 @@ class Act(enum.Enum):
 
 
 class StepFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`act` at the `when` end of the step named `step`."""
+    """`act` at the `when` end of the step named `step`: the next time, or as often as that comes (`is_lasting`)."""
 
     act: Act
     step: str
     when: When
     target: str = ""
     offset: int = 0
+    is_lasting: bool = False
 
 
 class StepFaults:
@@ -60,14 +64,15 @@ class StepFaults:
 
     def __init__(self) -> None:
         self._armed: StepFault | None = None
+        self._is_pending = False
 
     def arm(self, fault: StepFault) -> None:
-        self._armed = fault
+        self._armed, self._is_pending = fault, True
 
     def disarm(self) -> bool:
-        """True where the fault did not happen yet; then it will not."""
-        armed, self._armed = self._armed, None
-        return armed is not None
+        """True where a fault did not happen yet; then it will not."""
+        was_pending, self._armed, self._is_pending = self._is_pending, None, False
+        return was_pending
 
     def begin(self, step: UpdateStep, update: RankUpdate) -> None:
         self._meet(step, "begin", update)
@@ -78,7 +83,8 @@ class StepFaults:
     def _meet(self, step: UpdateStep, when: When, update: RankUpdate) -> None:
         fault = self._armed
         if fault is not None and (fault.step, fault.when) == (step.name, when):
-            self._armed = None
+            self._armed = fault if fault.is_lasting else None
+            self._is_pending = False
             happen(fault, update)
 
 
@@ -96,12 +102,15 @@ def happen(fault: StepFault, update: RankUpdate) -> None:
     elif fault.act is Act.FLIP_FILE:
         flip(fault.target, fault.offset)
     elif fault.act is Act.FLIP_PARAMETER:
-        view = update.runner.bound()[fault.target]
-        flip_memory(view.mapping, view.offset + fault.offset)
+        _flip_tensor(update.runner.bound()[fault.target], fault.offset)
+    elif fault.act is Act.FLIP_STAGED and update.new is not None:
+        _flip_tensor(update.new.views[fault.target], fault.offset)
     elif fault.act is Act.FLIP_RECORD:
         flip(fault.target, _ballot_offset(fault.target, rank))
-    else:
+    elif fault.act is Act.FLIP_COUNTER:
         flip(fault.target, layout.rank_offset(rank))
+    else:
+        raise ConfigurationError(f"{fault.act.value} is not possible at the {fault.when} of {fault.step}")
 
 
 def flip(path: str, offset: int) -> None:
@@ -111,10 +120,9 @@ def flip(path: str, offset: int) -> None:
         os.pwrite(file.fileno(), bytes([value ^ 1]), offset)
 
 
-def flip_memory(mapping: Mapping, offset: int) -> None:
-    """As `flip`, in memory that this process may write."""
-    with memoryview(mapping) as view:
-        view[offset] ^= 1
+def _flip_tensor(tensor: TensorView, offset: int) -> None:
+    with memoryview(tensor.mapping) as view:
+        view[tensor.offset + offset] ^= 1
 
 
 def _ballot_offset(board: str, rank: int) -> int:

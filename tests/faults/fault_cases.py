@@ -17,9 +17,11 @@ ENDS: tuple[When, ...] = ("begin", "end")
 KINDS = ("kill", "stall", "raise", "no_memory", "corrupt")
 MODES = ("alias", "copy")
 OUTCOMES = ("old", "new", "cleared", "fenced")
+BASES = ("live", "cleared")
+"""What stands before the update: a version is live, or nothing is."""
 NUM_RANKS = 3
 
-_SOURCE, _PARAMETER, _RECORD, _COUNTER = "source", "parameter", "record", "counter"
+_SOURCE, _STAGED, _PARAMETER, _RECORD, _COUNTER = "source", "staged", "parameter", "record", "counter"
 _PLAIN = {
     "kill": {"begin": Act.KILL, "end": Act.KILL},
     "stall": {"begin": Act.STOP, "end": Act.STOP},
@@ -29,56 +31,81 @@ _PLAIN = {
 
 
 class Case(NamedTuple):
-    """`what` is hit: of `corrupt` the source's byte, the live parameter's, or the rank's record on the board or its
-    counter; else nothing."""
+    """`what` is hit: of `corrupt` a byte of the source, of what was staged in the rank's own memory, of the live
+    parameter, of the rank's record on the board, or of that one's counter; else nothing."""
 
     step: str
     when: When
     rank: int
     kind: str
     mode: str
+    base: str
     act: Act
     what: str = ""
 
     def __str__(self) -> str:
-        return "-".join(filter(None, [self.mode, self.kind, self.what, self.step, self.when, f"rank{self.rank}"]))
+        facts = [self.mode, self.base, self.kind, self.what, self.step, self.when, f"rank{self.rank}"]
+        return "-".join(filter(None, facts))
 
     @property
     def hits_bytes(self) -> bool:
         """Of weights, published or live."""
-        return self.what in (_SOURCE, _PARAMETER)
+        return self.what in (_SOURCE, _STAGED, _PARAMETER)
+
+    @property
+    def is_lasting(self) -> bool:
+        """A step that is tried again fails again."""
+        return self.kind in ("raise", "no_memory") and self.when == "end"
 
 
 def all_cases(num_ranks: int = NUM_RANKS) -> list[Case]:
-    """Both ends of every step, on every rank, of every kind, in every mode."""
-    return [case for mode in MODES for rank in range(num_ranks) for case in _of_rank(mode, rank)]
+    """Both ends of every step, on every rank, of every kind, in every mode, from every base."""
+    return [case for mode, base, rank in product(MODES, BASES, range(num_ranks)) for case in _of_rank(mode, base, rank)]
 
 
-def _of_rank(mode: str, rank: int) -> Iterator[Case]:
+def _of_rank(mode: str, base: str, rank: int) -> Iterator[Case]:
     for step, when in product(STEPS, ENDS):
         for kind, acts in _PLAIN.items():
-            yield Case(step, when, rank, kind, mode, acts[when])
+            yield Case(step, when, rank, kind, mode, base, acts[when])
         act, what = (Act.FLIP_RECORD, _RECORD) if when == "begin" else (Act.FLIP_COUNTER, _COUNTER)
-        yield Case(step, when, rank, "corrupt", mode, act, what)
+        yield Case(step, when, rank, "corrupt", mode, base, act, what)
     for when in ENDS:
-        yield Case("stage", when, rank, "corrupt", mode, Act.FLIP_FILE, _SOURCE)
+        yield Case("stage", when, rank, "corrupt", mode, base, Act.FLIP_FILE, _SOURCE)
+    if (mode, base) != ("copy", "live"):  # else nothing is staged: what is published goes into the parameters
+        yield Case("stage", "end", rank, "corrupt", mode, base, Act.FLIP_STAGED, _STAGED)
     # In alias mode the live parameter is the published byte.
     act = Act.FLIP_FILE if mode == "alias" else Act.FLIP_PARAMETER
-    for step, when in (("install", "end"), ("verify", "begin")):
-        yield Case(step, when, rank, "corrupt", mode, act, _PARAMETER)
+    for step, when in _BETWEEN_INSTALL_AND_VERIFY:
+        yield Case(step, when, rank, "corrupt", mode, base, act, _PARAMETER)
+
+
+_BETWEEN_INSTALL_AND_VERIFY: tuple[tuple[str, When], ...] = (("install", "end"), ("verify", "begin"))
 
 
 def promised(case: Case) -> str:
     """The outcome of an update that the fault hits, while nothing else goes wrong."""
+    undone = "old" if case.base == "live" else "cleared"
     is_late = case.step == COMMIT
     if case.kind in ("kill", "stall"):
-        return "new" if is_late else "old"
+        return "new" if is_late else undone
     if case.kind in ("raise", "no_memory"):
-        return "fenced" if is_late else "old"
-    if not case.hits_bytes:
+        return ("fenced" if case.is_lasting else "new") if is_late else undone
+    if not case.hits_bytes or _is_read_already(case):
         return "new"
-    is_unread_again = case.mode == "alias" and (case.step, case.when) != ("stage", "begin")
-    return "fenced" if is_unread_again else "old"
+    return "fenced" if is_found_after_the_commit(case) else undone
+
+
+def _is_read_already(case: Case) -> bool:
+    """The rank has its own copy of the byte by then."""
+    is_source_copied = case.mode == "copy" and case.base == "cleared" and case.what == _SOURCE
+    return is_source_copied and case.when == "end"
+
+
+def is_found_after_the_commit(case: Case) -> bool:
+    """What a rebind makes live was read when it was staged, and is read once more soon after the commit; what was
+    copied is read back at once."""
+    is_read_while_staged = (case.step, case.when) == ("stage", "begin")
+    return case.hits_bytes and case.mode == "alias" and not is_read_while_staged
 
 
 def covering_sample(cases: list[Case]) -> list[Case]:
@@ -101,5 +128,5 @@ def _crowds(case: Case) -> tuple[tuple[str, object], ...]:
 
 def _pairs(case: Case) -> frozenset[tuple[tuple[str, object], ...]]:
     facts: list[tuple[str, object]] = [("step", case.step), ("rank", case.rank), ("mode", case.mode)]
-    facts += [("when", case.when), ("kind", case.kind), ("what", case.what)]
+    facts += [("when", case.when), ("kind", case.kind), ("what", case.what), ("base", case.base)]
     return frozenset((a, b) for index, a in enumerate(facts) for b in facts[index + 1 :])

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from fastdeploy_rl.board.board import board_name
 from fastdeploy_rl.config import Deadlines
@@ -34,7 +35,7 @@ from fastdeploy_rl.publish.publisher import Published, WeightPublisher
 from fastdeploy_rl.report import EngineStatus
 from fastdeploy_rl.testing.step_faults import Act, StepFault, flip
 from fastdeploy_rl.update.client import BoardClient
-from tests.faults.fault_cases import NUM_RANKS, STAGING, Case, promised
+from tests.faults.fault_cases import NUM_RANKS, STAGING, Case, is_found_after_the_commit, promised
 from tests.faults.fault_judge import TORN, Reference, Seen, differ_everywhere, outcome_of, what_is_torn
 from tests.process.numpy_engine import NumpyEngine
 
@@ -128,6 +129,9 @@ class FaultScene(ABC):
     def update(self, version: Version, deadline_s: float) -> Told: ...
 
     @abstractmethod
+    def clear(self) -> None: ...
+
+    @abstractmethod
     def arm(self, case: Case, fault: StepFault) -> None: ...
 
     @abstractmethod
@@ -174,6 +178,9 @@ class FaultScene(ABC):
         old, new = self._old, self.publish()
         if old is None or not differ_everywhere(old, new.reference):
             raise SceneError("the two versions do not differ in every tensor of every rank")
+        if case.base == "cleared":
+            self.clear()
+            old = Reference.of([{}] * NUM_RANKS)
         fault = self.fault_of(case, new)
         self.arm(case, fault)
         told = self._update_under_fault(case, new)
@@ -210,7 +217,7 @@ class FaultScene(ABC):
 
     def _settle(self, case: Case) -> None:
         """Until the engine serves or has dropped everything, with every rank in its place."""
-        if promised(case) == "fenced" and case.hits_bytes:
+        if is_found_after_the_commit(case):
             self._try_wait(lambda: not self.status().is_serving, AUDIT_S)
         if not self._try_wait(self._is_settled, SETTLE_S):
             raise SceneError(f"not settled after {SETTLE_S} s: {self.status()}")
@@ -233,7 +240,7 @@ class FaultScene(ABC):
         wrong = []
         if told.is_done and told.digest != new.published.manifest.content_digest:
             wrong.append(f"the receipt is not that of the publication: {told.digest}")
-        is_found_later = case.hits_bytes and outcome == "fenced"
+        is_found_later = is_found_after_the_commit(case) and outcome == "fenced"
         if told.is_done != (outcome == "new") and not is_found_later:
             wrong.append(f"the caller was told {told} while the outcome is {outcome}")
         if outcome == "old" and isinstance(told.error, FencedError):
@@ -287,17 +294,25 @@ MODEL = NumpyModel(
         ParameterSpec("norm", "F32", (40,), None),
         ParameterSpec("layers.0.up", "BF16", (40, 18), 1),
         ParameterSpec("layers.0.down", "F32", (18, 40), 0),
+        ParameterSpec("gate", "F32", (40, 18), 1),
         ParameterSpec("scale", "F32", (), None),
         ParameterSpec("empty", "F32", (0, 4), None),
     )
 )
 _AXES = {spec.name: spec.shard_axis for spec in MODEL.specs}
-_HIT = "layers.0.down"
-"""The tensor whose byte is changed: each rank has its own part of it."""
+_HIT, _HIT_STAGED = "layers.0.down", "gate"
+"""The tensors whose bytes are changed: each rank has its own part of them."""
+_TURNED = frozenset({"gate"})
+"""Published the other way round, so that it must be copied in every mode."""
 
 
-def as_the_engine(name: str, shape: tuple[int, ...]) -> TensorRule:
-    return TensorRule(name, _AXES[name])
+def as_published(name: str, shape: tuple[int, ...]) -> TensorRule:
+    axis = _AXES[name]
+    return TensorRule(name, 1 - axis, is_transposed=True) if name in _TURNED else TensorRule(name, axis)
+
+
+def _turned(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.ascontiguousarray(value.T) if name in _TURNED else value for name, value in weights.items()}
 
 
 def place_of(manifest: Manifest, name: str, rank: int) -> tuple[str, int]:
@@ -360,7 +375,7 @@ class NumpyScene(FaultScene):
         self._seed += 1
         weights = random_weights(MODEL, self._seed)
         published = self._publisher.publish(
-            weights, step=self._seed, layout=f"tp:{NUM_RANKS}", convention=as_the_engine, deadline_s=ANSWER_S
+            _turned(weights), step=self._seed, layout=f"tp:{NUM_RANKS}", convention=as_published, deadline_s=ANSWER_S
         )
         return Version(published, Reference.of([self.engine.expected(weights, rank) for rank in range(NUM_RANKS)]))
 
@@ -372,6 +387,9 @@ class NumpyScene(FaultScene):
             return Told(False, error.with_traceback(None), "", time.monotonic() - begun)
         digest = report.receipt.content_digest if report.receipt else ""
         return Told(report.outcome == "done", None, digest, time.monotonic() - begun)
+
+    def clear(self) -> None:
+        self._client.clear(deadline_s=GOOD_DEADLINE_S)
 
     def arm(self, case: Case, fault: StepFault) -> None:
         told = f"fault {msgspec.json.encode(fault).decode()}"
@@ -406,9 +424,11 @@ class NumpyScene(FaultScene):
             target, offset = place_of(new.published.manifest, _HIT, case.rank)
         elif case.act is Act.FLIP_PARAMETER:
             target = _HIT
+        elif case.act is Act.FLIP_STAGED:
+            target = _HIT_STAGED
         elif case.act in (Act.FLIP_RECORD, Act.FLIP_COUNTER):
             target = f"/dev/shm/{board_name(self.engine.port)}"
-        return StepFault(case.act, case.step, case.when, target, offset)
+        return StepFault(case.act, case.step, case.when, target, offset, case.is_lasting)
 
     def grown(self) -> list[str]:
         """What is replaced is let go a moment after the commit."""

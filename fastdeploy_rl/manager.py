@@ -152,6 +152,8 @@ class DynamicWeightManager:
         self._last_command = 0
         self._is_audited = True
         self._overdue_ns = 0
+        self._owed: list[Callable[[], None]] = []
+        """Memory of commands that are over, still to be let go; the manager's thread's."""
         self._is_stopping = threading.Event()
         self._stager = threading.Thread(target=self._stage_commands, name="fastdeploy_rl-stager", daemon=True)
         self._fault = ""
@@ -278,7 +280,7 @@ class DynamicWeightManager:
         return self._state.live is not None
 
     def is_whole(self) -> bool:
-        """On rank 0: every rank is there and holds the version that is served, so that a forward pass is of one version.
+        """On rank 0: every rank is there and holds the version that is served: a forward pass is of one version.
         False while a rank is missing, comes back, or goes back to an older version; ask again."""
         return self._coordinator is not None and self._coordinator.is_whole()
 
@@ -434,11 +436,16 @@ class DynamicWeightManager:
         self._board.ring_doorbell()
 
     def _retire_replaced(self) -> None:
-        """The new version is live, whatever happens here: memory that somebody still looks at is only reported."""
+        """The new version is live, whatever happens here: memory that somebody still looks at is reported, and let go
+        later."""
         while not self._replaced.empty():
-            failure = self._attempt(self._replaced.get_nowait().retire)
+            self._owed.append(self._replaced.get_nowait().retire)
+        owed, self._owed = self._owed, []
+        for let_go in owed:
+            failure = self._attempt(let_go)
             if failure is not None:
                 _log.error("rank=%d event=leak reason=%r", self.rank, failure.text)
+                self._owed.append(let_go)
 
     def _stage(self, record: CommandRecord) -> None:
         self._rendezvous.vote(record.number, Ballot.STARTED, phase="staging")
@@ -549,12 +556,14 @@ class DynamicWeightManager:
         """Follows the decision and says so. A stalled part that can
         neither be committed nor undone fences this rank."""
         is_committed = decision is Decision.YES
-        failure = self._attempt(command.commit if is_committed else command.undo)
+        failure = self._follow(command.commit if is_committed else command.undo)
         fence_reason = ""
         stall_seconds = 0.0 if stalled_since is None else time.monotonic() - stalled_since
         if failure is not None and stalled_since is not None:
             fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
             self._fence(command)
+        elif failure is not None:
+            self._owed.append(command.undo)
         part = RankPart(
             report=structs.replace(command.report(error.text if error else ""), stall_seconds=stall_seconds),
             receipt=command.receipt() if is_committed and not fence_reason else None,
@@ -576,12 +585,17 @@ class DynamicWeightManager:
         )
         _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
 
+    def _follow(self, act: Callable[[], None]) -> _Failure | None:
+        """A commit or an undo: what failed of it is tried once more, and changed nothing that the second time needs."""
+        return self._attempt(act) and self._attempt(act)
+
     def _fence(self, command: RankCommand) -> None:
-        """Nothing of a torn version stays within reach of a request, and nothing of it is held."""
+        """Nothing of a torn version stays within reach of a request, and nothing of it is held. What fails of it keeps
+        the rest from nothing."""
         runner, live = self._state.runner, self._state.live
-        runner.abort_requests("the engine is fenced")
-        runner.drop_kv_cache()
-        runner.unbind()
+        self._attempt(lambda: runner.abort_requests("the engine is fenced"))
+        self._attempt(runner.drop_kv_cache)
+        self._attempt(runner.unbind)
         self._state.live = None
         self._attempt(command.abandon)
         if live is not None:

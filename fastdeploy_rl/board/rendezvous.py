@@ -158,10 +158,6 @@ class BoardRendezvous:
     def mark_back(self) -> None:
         self._board.mark_back(self.rank)
 
-    def unmark_lost(self, rank: int) -> None:
-        """Takes a mark back that came after that rank's successor."""
-        self._board.mark_back(rank)
-
     def await_ranks(self, is_ready: Callable[[RankRecord], bool], what: str, deadline_ns: int) -> None:
         """Blocks until `is_ready` holds for every rank's record, and none is lost. DeadlineExceededError names `what`
         and the missing ranks."""

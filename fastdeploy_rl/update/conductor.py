@@ -66,10 +66,14 @@ class Conductor:
         self.number = 0
         """Of the command that was announced last."""
 
-    def take_over(self, deadline_ns: int) -> None:
-        """In the place of a rank 0 that died: goes on from its last command, when every rank has finished that."""
-        self.number = self._unfinished = self._rendezvous.last_number()
-        self._await_idle(deadline_ns, frozenset())
+    def take_over(self) -> None:
+        """In the place of a rank 0 that died: goes on from its last command, when every living rank has finished that.
+        What it left undecided is decided, so this takes them `finish_s` at most; who takes longer is condemned."""
+        last = self._rendezvous.current()
+        self.number, self._unfinished = self._rendezvous.last_number(), last.number
+        if last.number:
+            now = last._replace(deadline_ns=time.monotonic_ns())
+            self._await_finished(now, frozenset(), may_condemn=True)
 
     def lead(
         self,

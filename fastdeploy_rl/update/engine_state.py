@@ -79,6 +79,10 @@ class EngineState:
         return self.is_serving and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
 
     @property
+    def is_fenced(self) -> bool:
+        return self.lifecycle.admission is Admission.FENCED
+
+    @property
     def is_cleared(self) -> bool:
         return self.lifecycle.weight is Residency.DROPPED
 
@@ -92,14 +96,21 @@ class EngineState:
             missing = [tag for tag in Tag if self.lifecycle.residency(tag) is not Residency.RESIDENT]
             self._apply(*finished, *(TagEvent(tag, ResidencyEvent.LOAD) for tag in missing), AdmissionEvent.LOAD)
 
-    def take_over(self, record: layout.StatusRecord) -> None:
-        """In the place of a rank 0 that died: the numbers of commands and versions go on, and so does the legacy word:
-        a command that was pending, or was written since, is taken again."""
+    def take_over(self, record: layout.StatusRecord, committed: Committed | None) -> None:
+        """In the place of a rank 0 that died, which wrote `record`. Numbers of commands and versions go on, and so does
+        the legacy word: a command that was pending, or was written since, is taken again. What the other ranks may
+        hold counts as there; it is not served."""
         with self._lock:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
             is_known = record.legacy_status in set(LegacyStatus) and not record.pending
             self._shown = LegacyStatus(record.legacy_status) if is_known else LegacyStatus.NORMAL
+            if committed is not None:
+                self._adopt(committed)
+            elif record.admission != Admission.FENCED.value:
+                return self.start_cleared()
+            self._reason = record.reason if committed is None else "rank 0 died and is back"
+            self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.FENCE)
 
     def start_cleared(self) -> None:
         """Every rank is there, without weights: the first update brings them."""
@@ -114,25 +125,26 @@ class EngineState:
         loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []
         self._apply(*loaded, event)
 
-    def finish_update(self, live: Committed) -> None:
+    def finish_update(self, live: Committed, command: int) -> None:
         """Every rank committed: the engine serves that version."""
         with self._lock:
+            self.command = command
             self._adopt(live)
             back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
             self._apply(UpdateEvent.FINISH, *back.get(self.lifecycle.admission, []))
 
-    def adopt(self, live: Committed | None) -> None:
-        """What was committed before this process came; every rank is to hold it, before it is served."""
+    def adopt(self, live: Committed, command: int) -> None:
+        """As `finish_update`, where a rank died since: it is to hold that version, before it is served."""
         with self._lock:
-            if live is not None:
-                self._adopt(live)
+            self.command = command
+            self._adopt(live)
             self.show()
 
     def _adopt(self, live: Committed) -> None:
         self.last_version, self.content_digest, self.source = live.version, live.content_digest, live.source
 
     def undo_update(self, before: Lifecycle) -> None:
-        """Every living rank is back where it was: at `before`, or, where one died after the commit, it has committed."""
+        """Every living rank is back where it was: at `before`; or it has committed, and another one died since."""
         if self.lifecycle.update is UpdatePhase.IDLE:
             return
         if self.lifecycle.update is UpdatePhase.COMMITTING:
@@ -145,16 +157,18 @@ class EngineState:
         ]
         self._apply(UpdateEvent.UNDO, *dropped, UpdateEvent.UNDONE)
 
-    def clear(self) -> None:
+    def clear(self, command: int) -> None:
         """Every rank has freed everything."""
-        self.content_digest = self.source = ""
-        pause = [AdmissionEvent.PAUSE] if self.is_serving else []
-        held = [
-            tag
-            for tag in (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
-            if self.lifecycle.residency(tag) is not Residency.DROPPED
-        ]
-        self._apply(*pause, *(TagEvent(tag, ResidencyEvent.DROP) for tag in held))
+        with self._lock:
+            self.command = command
+            self.content_digest = self.source = ""
+            pause = [AdmissionEvent.PAUSE] if self.is_serving else []
+            held = [
+                tag
+                for tag in (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
+                if self.lifecycle.residency(tag) is not Residency.DROPPED
+            ]
+            self._apply(*pause, *(TagEvent(tag, ResidencyEvent.DROP) for tag in held))
 
     def pause(self) -> None:
         """Admission closes: what follows takes weights away."""
@@ -213,8 +227,10 @@ class EngineState:
 
     # --- showing -----------------------------------------------------------------------------------
 
-    def count_command(self) -> None:
+    def count_command(self, command: int) -> None:
+        """One more is told; on the board `command` was the last."""
         with self._lock:
+            self.command = command
             self.commands_done += 1
             self.show()
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_rl.board.board import rank_lock_path
-from fastdeploy_rl.board.layout import RankRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ChecksumMismatchError, FastDeployRLError, FencedError, PeerLostError
@@ -52,18 +51,15 @@ class Recovery:
         self._incarnations = [record.incarnation for record in self._rendezvous.records()]
 
     def look_for_dead(self, run_dir: Path) -> bool:
-        """Marks ranks whose locks are lost; True while a rank is lost."""
+        """True while a rank is lost. Where nobody else watches over the processes, ranks whose locks are free are
+        marked here; whoever starts ranks again marks them first, so that no mark comes after the successor."""
         lost = self._rendezvous.lost_ranks()
-        for rank in range(1, self._rendezvous.num_ranks):
-            lock = rank_lock_path(run_dir, rank)
-            if rank not in lost and not is_alive(lock) and self._record(rank).phase != STOPPED:
+        if self._is_restarted_on_death:
+            return bool(lost)
+        for rank, record in enumerate(self._rendezvous.records()[1:], 1):
+            if rank not in lost and record.phase != STOPPED and not is_alive(rank_lock_path(run_dir, rank)):
                 self._rendezvous.mark_lost(rank)
-                if is_alive(lock):
-                    self._rendezvous.unmark_lost(rank)  # its successor came in between
         return bool(self._rendezvous.lost_ranks())
-
-    def _record(self, rank: int) -> RankRecord:
-        return self._rendezvous.records()[rank]
 
     def is_needed(self) -> bool:
         """A rank died, or came back, or found what it holds damaged, since the last recovery."""

@@ -151,14 +151,15 @@ class NumpyEngine:
             for rank in self.board.condemned_ranks():
                 self.workers[rank].kill()
                 self.workers[rank].wait(10)
-            for rank, worker in enumerate(self.workers):
-                if worker.poll() is not None:
-                    self._restart(rank)
+            dead = [rank for rank, worker in enumerate(self.workers) if worker.poll() is not None]
+            for rank in dead:
+                self.board.mark_lost(rank)
+            for rank in dead:
+                self._restart(rank)
             time.sleep(0.01)  # the period of looking, not a wait for something
 
     def _restart(self, rank: int) -> None:
         old = self.workers[rank]
-        self.board.mark_lost(rank)
         generation = self.board.advance_generation()
         ShmCollectives.advance(self._config["collectives"], self.num_ranks, SLOT_BYTES, generation)
         fresh = self._spawn(rank)

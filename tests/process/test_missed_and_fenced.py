@@ -36,7 +36,7 @@ from tests.process.threaded_engine import ThreadedEngine
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)  # bounded by the deadline above

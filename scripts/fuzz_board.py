@@ -1,5 +1,6 @@
 """What is fuzzed in shared memory: the board, request slots, decisions, and FastDeploy's status words."""
 
+import contextlib
 import json
 import random
 import struct
@@ -17,6 +18,7 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord, SlotState, StatusRecord
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.errors import DeadlineExceededError
 from fastdeploy_rl.lifecycle import LegacyCommand, LegacyStatus
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.report import Outcome, UpdateReport
@@ -30,6 +32,7 @@ _TOKEN = 5
 _LOCKED = [(StatusRecord, layout.STATUS_OFFSET), (CommandRecord, layout.COMMAND_OFFSET)] + [
     (RankRecord, layout.rank_offset(rank)) for rank in range(_NUM_RANKS)
 ]
+_MOMENT_S = 0.001
 _REPORT = UpdateReport(1, "update", "rejected", "1.1", "", 0.0, 0.0, [], "StepFailedError", "no")
 
 
@@ -51,8 +54,11 @@ def _board_reader() -> Iterator[Reader]:
         pristine = bytes(memoryview(board.mapping))
 
         def read(data: bytes) -> None:
-            _store(board, _signed(patched(data, pristine)[: len(pristine)]))
+            hostile = patched(data, pristine)[: len(pristine)]
             try:
+                _store(board, hostile)
+                _look_at_records(board)
+                _store(board, _signed(hostile))
                 in_turn(
                     lambda: _look(board.port),
                     lambda: _use_client(board.port),
@@ -79,6 +85,13 @@ def _signed(data: bytes) -> bytes:
         stop = start + layout.CHECKSUM_BYTES + layout.record_bytes(record)
         changed[start:stop] = layout.with_checksum(bytes(changed[start + layout.CHECKSUM_BYTES : stop]))
     return bytes(changed)
+
+
+def _look_at_records(board: Board) -> None:
+    """As they are, with checksums that do not hold."""
+    for record, offset in _LOCKED:
+        with contextlib.suppress(DeadlineExceededError):
+            board.read(record, offset, _MOMENT_S)
 
 
 def _look(port: int) -> None:

@@ -23,6 +23,7 @@ from fastdeploy_rl.lifecycle import LegacyCommand, LegacyStatus
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.report import Outcome, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.committed import committed_version
 from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.requests import client_lock_path, next_board_request, running_requests, unread_commands
 
@@ -64,6 +65,7 @@ def _board_reader() -> Iterator[Reader]:
                     lambda: _use_client(board.port),
                     lambda: _serve(board),
                     lambda: _decide(board),
+                    lambda: _take_over(board),
                 )
             finally:
                 _store(board, pristine)
@@ -139,6 +141,20 @@ def _decide(board: Board) -> None:
         *(partial(rendezvous.decide_once, question, command.number, Decision.NO) for question in Question),
         *(partial(rendezvous.await_votes, command.number, ballot, 0) for ballot in Ballot),
     )
+
+
+def _take_over(board: Board) -> None:
+    """As a rank 0 that was started again: it goes on from what the one before it wrote."""
+    committed = committed_version(board, "ipc")
+    state = EngineState(board)
+    try:
+        state.take_over(board.read(StatusRecord, layout.STATUS_OFFSET), committed)
+        number = BoardRendezvous(board, 0).last_number() + 1
+        state.take_legacy_command()
+        state.count_command(number)
+        BoardRendezvous(board, 0).announce(CommandRecord(number, 1, 1, 1, 0, ""))
+    finally:
+        state.close()
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from fastdeploy_rl.errors import SegmentError
+
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
 ABI = 3
 MAX_RANKS = 16
@@ -239,9 +241,13 @@ def ranks_in(mask: int) -> frozenset[int]:
 
 
 def pack(record: NamedTuple) -> bytes:
-    """The record's bytes; text longer than its field is cut at a character boundary."""
+    """The record's bytes; text longer than its field is cut at a character boundary. SegmentError for a number that
+    leaves its field: one counted on from what another process wrote on the board."""
     layout = _STRUCTS[type(record)]
-    return layout.pack(*(_cut(value) if isinstance(value, str) else value for value in record))
+    try:
+        return layout.pack(*(_cut(value) if isinstance(value, str) else value for value in record))
+    except struct.error as error:
+        raise SegmentError(f"{type(record).__name__} {str(record)[:500]}: {error}; start the engine again") from error
 
 
 def _cut(text: str, limit: int = 2048) -> bytes:

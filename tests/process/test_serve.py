@@ -17,7 +17,7 @@ import pytest
 from served_model import write_tiny_llama
 
 from fastdeploy_rl import EngineController
-from fastdeploy_rl.errors import CoverageError
+from fastdeploy_rl.errors import ChecksumMismatchError, CoverageError, NotServingError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.report import UpdateReport
@@ -200,6 +200,8 @@ def test_a_version_that_goes_back_is_refused_unless_forced(served: Served) -> No
 
 
 def test_a_byte_that_a_stranger_flips_is_found_by_tensor_and_rank(served: Served) -> None:
+    """By whoever asks for the proof; or before, by the rank itself, which looks once more after each update and has the
+    engine fenced."""
     name = "model.layers.1.mlp.up_proj.weight"
     served.publish("A", "tp:2")
     served.cli("update")
@@ -211,9 +213,14 @@ def test_a_byte_that_a_stranger_flips_is_found_by_tensor_and_rank(served: Served
     with SharedSegment.attach(manifest.segments[part.segment].locator, writable=True) as segment:
         flipped = np.frombuffer(segment.mapping, np.uint8)
         flipped[part.offset + 5] ^= 1
-        assert f"{name} on rank 1" in served.cli("receipt", "--recompute", code=2)
+        with EngineController(served.url) as engine, pytest.raises((ChecksumMismatchError, NotServingError)) as caught:
+            engine.receipt(recompute=True)
+        told = str(caught.value) + json.loads(served.cli("status", "--json"))["reason"]
+        assert name in told
+        assert "rank 1" in told
         flipped[part.offset + 5] ^= 1
         del flipped
+    served.cli("update", "--force")
     served.cli("receipt", "--recompute")
 
 

@@ -71,7 +71,7 @@ class Deadlines:
     """From a rank's death until the rank that replaces it is back among the others; it loads the model as at a start."""
     step_s: float = 300.0
     """One meeting of the ranks for a step of the model; a long prefill is no death."""
-    read_s: float = 2.0
+    read_s: float = 0.5
     """Until a record that another process writes reads consistently; a writer stalled longer is taken for silent."""
     outcome_s: float = 10.0
     """How much longer than its command's deadline a client of the board waits for the outcome: `finish_s`, and more."""

@@ -23,7 +23,7 @@ from fastdeploy_rl.board.layout import SlotState
 from fastdeploy_rl.board.legacy import WORDS
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
-from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError
 from fastdeploy_rl.manifest import Manifest, Segment, build_manifest
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.memory.shared_segment import SharedSegment
@@ -352,6 +352,22 @@ def test_noise_over_all_request_slots_leaves_the_engine_as_it_is(tmp_path: Path)
             s.assert_unchanged()
         s.client.update()
         assert s.engine.holds(SECOND)
+
+
+def test_records_that_are_overwritten_read_as_silence_until_their_writers_write_again(tmp_path: Path):
+    """Of rank 0 for the whole engine, and of a rank for itself; no byte of a weight moves."""
+    with scene(tmp_path, apply_mode="copy") as s, Intruder(s.engine, 4) as intruder:
+        size = layout.COMMAND_OFFSET - layout.STATUS_OFFSET - 8
+        intruder.board[layout.STATUS_OFFSET + 8 : layout.COMMAND_OFFSET] = random.Random(1).randbytes(size)
+        with pytest.raises(DeadlineExceededError, match="StatusRecord"):
+            s.client.status()
+        intruder.board[layout.rank_offset(1) + 8 : layout.rank_offset(1) + 500] = random.Random(2).randbytes(492)
+        assert s.engine.holds(FIRST)
+        s.client.update()
+        assert s.engine.holds(SECOND)
+        status = s.client.status()
+        assert (status.admission, status.version) == ("serving", f"{s.publisher.epoch}.2")
+        assert status.ranks[1].version == f"{s.publisher.epoch}.2"
 
 
 # --- the status words --------------------------------------------------------------------------------------

@@ -346,13 +346,16 @@ class DynamicWeightManager:
     def rejoin(self, collectives: Collectives) -> None:
         """After a PeerLostError of the collectives, and as a starting rank: a place in the present generation, when
         there is one that is newer than this rank's own. DeadlineExceededError when none is within `rejoin_s`."""
-        deadline_ns = time.monotonic_ns() + int(self._config.deadlines.rejoin_s * 1e9)
+        begun_s = time.monotonic()
+        deadline_ns = int((begun_s + self._config.deadlines.rejoin_s) * 1e9)
         while True:
             own = collectives.generation
             if not self._board.wait_until(lambda own=own: self._board.generation > own, deadline_ns):  # type: ignore[misc]
-                raise DeadlineExceededError(
-                    f"rank {self.rank}: no generation after {own} within {self._config.deadlines.rejoin_s} s: "
-                    f"ranks {sorted(self._board.lost_ranks())} died, and nobody started them again"
+                raise DeadlineExceededError.waiting_for(
+                    f"generation of the collectives after {own} for rank {self.rank}",
+                    since_s=begun_s,
+                    missing=self._board.lost_ranks(),
+                    hint="nobody started the dead again",
                 )
             try:
                 return collectives.rejoin(self._board.generation)

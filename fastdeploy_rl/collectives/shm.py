@@ -68,7 +68,7 @@ class ShmCollectives:
         try:
             group = CollectiveGroup(self._segment.mapping, self.rank, self.num_ranks, self._slot_bytes, generation)
         except MissingRanksError as error:
-            raise _broken(*error.args) from error
+            raise _broken(*error.args, begun_s=time.monotonic()) from error
         self._group = group
         self.generation = generation
 
@@ -134,10 +134,11 @@ class ShmCollectives:
     def _meet(self, call: Any, timeout_s: float, *arguments: Any) -> None:
         if self._group is None:
             raise ConfigurationError("the collectives are closed")
+        begun_s = time.monotonic()
         try:
-            call(self._group, *arguments, time.monotonic_ns() + round(timeout_s * 1e9))
+            call(self._group, *arguments, int((begun_s + timeout_s) * 1e9))
         except MissingRanksError as error:
-            raise _broken(*error.args) from error
+            raise _broken(*error.args, begun_s=begun_s) from error
 
 
 def _write_frame(frame: npt.NDArray[np.uint8], payload: bytes | None) -> None:
@@ -150,12 +151,14 @@ def _write_frame(frame: npt.NDArray[np.uint8], payload: bytes | None) -> None:
     frame[_LENGTH_BYTES : _LENGTH_BYTES + len(inline)] = np.frombuffer(inline, np.uint8)
 
 
-def _broken(what: str, missing: tuple[int, ...], generation: int) -> FastDeployRLError:
+def _broken(what: str, missing: tuple[int, ...], generation: int, *, begun_s: float) -> FastDeployRLError:
     if not missing:
         return PeerLostError(f"{what}: a rank was lost; rejoin in the present generation")
-    whom = ", ".join(f"rank {rank}" for rank in missing)
-    silent = DeadlineExceededError(
-        f"{what} ended without {whom} (generation {generation}); the ranks must form a group of a higher generation"
+    silent = DeadlineExceededError.waiting_for(
+        f"{what} (generation {generation})",
+        since_s=begun_s,
+        missing=missing,
+        hint="the ranks must form a group of a higher generation",
     )
     silent.missing = frozenset(missing)
     return silent

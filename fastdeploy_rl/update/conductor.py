@@ -63,6 +63,7 @@ class Conductor:
         self._finish_ns = int(finish_s * 1e9)
         self._condemn = condemn
         self._unfinished = 0
+        self._announced_s = 0.0
         self.number = 0
         """Of the command that was announced last."""
 
@@ -120,7 +121,7 @@ class Conductor:
         self, kind: CommandKind, deadline_ns: int, version: WeightVersion | None, content_digest: str
     ) -> CommandRecord:
         self.number += 1
-        self._unfinished = self.number
+        self._unfinished, self._announced_s = self.number, time.monotonic()
         epoch, step = (version.epoch, version.step) if version else (0, 0)
         command = CommandRecord(self.number, kind, epoch, step, deadline_ns, content_digest)
         _log.info("command=%d kind=%s version=%s event=announced", self.number, kind.name.lower(), version or "-")
@@ -133,7 +134,8 @@ class Conductor:
         """What speaks against going on once every rank could have reached `wanted`."""
         try:
             records = self._rendezvous.await_votes(command.number, wanted, command.deadline_ns, excused=excused)
-            return _first_objection(records, command.number, wanted, excused, self._rendezvous.lost_ranks())
+            lost = self._rendezvous.lost_ranks()
+            return _first_objection(records, command.number, wanted, excused, lost, since_s=self._announced_s)
         except FastDeployRLError as silence:
             return silence
 
@@ -159,7 +161,11 @@ class Conductor:
         dead = sorted(self._rendezvous.lost_ranks())
         if dead:
             return PeerLostError(f"command {command.number}: ranks {dead} died before the decision to {question.value}")
-        return DeadlineExceededError(f"a rank's deadline passed before the decision to {question.value}")
+        return DeadlineExceededError.waiting_for(
+            f"decision to {question.value} of command {command.number}",
+            since_s=self._announced_s,
+            hint="a rank's deadline passed before",
+        )
 
     def _conclude(
         self, command: CommandRecord, outcome: CommandOutcome, *, can_tear: bool, excused: frozenset[int]
@@ -225,7 +231,13 @@ class Conductor:
 
 
 def _first_objection(
-    records: list[RankRecord], command: int, wanted: Ballot, excused: frozenset[int], lost: frozenset[int]
+    records: list[RankRecord],
+    command: int,
+    wanted: Ballot,
+    excused: frozenset[int],
+    lost: frozenset[int],
+    *,
+    since_s: float,
 ) -> FastDeployRLError | None:
     living = {rank: record for rank, record in enumerate(records) if rank not in excused}
     against = [rank for rank, record in living.items() if is_against(record, command)]
@@ -239,5 +251,7 @@ def _first_objection(
     if not lost.isdisjoint(behind):
         dead = sorted(lost.intersection(behind))
         return PeerLostError(f"command {command}: ranks {dead} died before they reached {wanted.name}")
-    late = f"ranks {behind} did not reach" if behind else f"ranks {against} did not wait for all to reach"
-    return DeadlineExceededError(f"command {command}: {late} {wanted.name} before the deadline")
+    hint = "" if behind else f"ranks {against} did not wait for all"
+    return DeadlineExceededError.waiting_for(
+        f"vote {wanted.name} of command {command}", since_s=since_s, missing=behind, hint=hint
+    )

@@ -76,6 +76,7 @@ def _as_json(row: Row) -> dict[str, object]:
         "when": case.when,
         "what": case.what,
         "told": row.told,
+        "told_seconds": round(row.told_s, 3),
         "recovery_seconds": round(row.recovered_s, 3),
         "failures": row.failures,
     }

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases and their judge 
 from faults_report import Progress, summary, table
 
 from tests.faults.fault_cases import KINDS, MODES, STEPS, Case, all_cases, covering_sample
-from tests.faults.fault_scene import FaultScene, NumpyScene, Row, play_all
+from tests.faults.fault_scene import FaultScene, Row, play_all
+from tests.faults.numpy_scene import NumpyScene
 
 JSON = Path("build/faults.json")
 RUNNERS = ("numpy",)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.faults.fault_cases import ENDS, KINDS, MODES, NUM_RANKS, STEPS, all_cases, covering_sample, promised
 from tests.faults.fault_judge import TORN, Reference, Seen, differ_everywhere, outcome_of
-from tests.faults.fault_scene import NumpyScene, play_all
+from tests.faults.fault_scene import play_all
+from tests.faults.numpy_scene import NumpyScene
 
 _SAMPLE = covering_sample(all_cases())
 

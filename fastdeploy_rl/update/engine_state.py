@@ -105,6 +105,9 @@ class EngineState:
             self.command = record.command
             is_known = record.legacy_status in set(LegacyStatus) and not record.pending
             self._shown = LegacyStatus(record.legacy_status) if is_known else LegacyStatus.NORMAL
+            found = self._weights_word.load()
+            if found in (LegacyStatus.NORMAL, LegacyStatus.CLEARED):
+                self._shown = LegacyStatus(found)  # no command; it died between its record and the word
             if committed is not None:
                 self._adopt(committed)
             elif record.admission != Admission.FENCED.value:

@@ -36,6 +36,8 @@ MAX_TENSOR_PARTS: Final = 400_000
 """Of all tensors together."""
 MAX_COMMAS: Final = 6_000_000
 """In the bytes: more than a manifest within the other bounds has, and few enough to be read in a moment."""
+MAX_QUOTES: Final = 10_000_000
+"""Likewise."""
 ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
@@ -177,7 +179,7 @@ def layout_ranks(layout: str) -> int:
 def encode(manifest: Manifest) -> bytes:
     """The canonical bytes: equal manifests give equal bytes. ManifestError where they are more than `decode` takes."""
     data = _encoded(manifest)
-    _check_bytes(data)
+    check_bytes(data)
     return data
 
 
@@ -185,18 +187,20 @@ def _encoded(manifest: Manifest) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(manifest, aliases=dict(sorted(manifest.aliases.items()))))
 
 
-def _check_bytes(data: bytes) -> None:
-    """Bounds that cost next to nothing to look at: what passes them is read within a second, whatever it is."""
+def check_bytes(data: bytes, what: str = "manifest") -> None:
+    """Bounds that cost next to nothing to look at, also for an offer of one: what passes them is soon read, whatever it
+    is."""
     if len(data) > MAX_BYTES:
-        raise ManifestError(f"manifest of {len(data)} bytes is larger than {MAX_BYTES}")
-    if data.count(b",") > MAX_COMMAS:
-        raise ManifestError(f"manifest of {len(data)} bytes has more than {MAX_COMMAS} commas: no manifest needs them")
+        raise ManifestError(f"{what} of {len(data)} bytes is larger than {MAX_BYTES}")
+    for char, limit, plural in ((b",", MAX_COMMAS, "commas"), (b'"', MAX_QUOTES, "quotes")):
+        if data.count(char) > limit:
+            raise ManifestError(f"{what} of {len(data)} bytes has more than {limit} {plural}: none needs them")
 
 
 def decode(data: bytes) -> Manifest:
     """Reads canonical bytes. Strict and bounded: whatever is
     wrong with them raises ManifestError, naming the tensor."""
-    _check_bytes(data)
+    check_bytes(data)
     manifest = _parse(data)
     _check(manifest)
     if _encoded(manifest) != data:

@@ -423,6 +423,7 @@ def _is_among(offer: Offer, published: set[tuple[str, int]]) -> bool:
 
 
 def _decoded(name: str, data: bytes, kind: type[_Decoded]) -> _Decoded:
+    manifests.check_bytes(data, f"{name} of the channel")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -353,6 +353,16 @@ def test_a_row_with_a_foreign_segment_is_let_go_and_the_segment_stays(channel: C
         table.close()
 
 
+@pytest.mark.parametrize("name", ["OFFER.1", "OUTCOME"])
+def test_what_other_parts_say_is_bounded_before_it_is_taken_apart(
+    channel: Channel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "MAX_COMMAS", 2)
+    (channel.path / name).write_bytes(b'{"nonces":["a","b","c"],"error":"","text":""}')
+    with pytest.raises(ManifestError, match=f"{name} of the channel of .* more than 2 commas"):
+        _gather(channel)
+
+
 # --- files that shrink and grow under the reader ----------------------------------------------------------
 
 

@@ -402,6 +402,7 @@ def test_empty_tensors_may_lie_anywhere_in_their_segment() -> None:
         ("MAX_SEGMENTS", 0, "1 segments are more than 0"),
         ("MAX_TENSOR_PARTS", 4, "5 parts of tensors are more than 4"),
         ("MAX_COMMAS", 10, "more than 10 commas"),
+        ("MAX_QUOTES", 10, "more than 10 quotes"),
     ],
 )
 def test_sizes_are_bounded(name: str, limit: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

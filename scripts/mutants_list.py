@@ -1,0 +1,505 @@
+"""The mutants, as data: each breaks one law of DESIGN, where the package keeps it, and names tests that must notice.
+
+Texts are as short as they can be and still stand once in their file. Where the package changes and a text does not
+stand there any more, write down the same break of the same law anew."""
+
+from typing import NamedTuple
+
+from mutants_tree import Break
+
+
+class Mutant(NamedTuple):
+    """`tests`: arguments of pytest, few seconds in all."""
+
+    name: str
+    law: str
+    breaks: tuple[Break, ...]
+    tests: tuple[str, ...]
+
+
+_P = "fastdeploy_rl/"
+_BOARD, _LAYOUT, _RENDEZVOUS = (f"{_P}board/{name}.py" for name in ("board", "layout", "rendezvous"))
+_CONDUCTOR, _COORDINATOR, _STATE = (f"{_P}update/{name}.py" for name in ("conductor", "coordinator", "engine_state"))
+_REQUESTS, _RECOVERY, _STEPS = (f"{_P}update/{name}.py" for name in ("requests", "recovery", "steps"))
+_TRANSACTION, _WAY_BACK = (f"{_P}update/{name}.py" for name in ("transaction", "way_back"))
+_LEASES, _SHELF, _CHANNEL = (f"{_P}publish/{name}.py" for name in ("leases", "arena_shelf", "channel"))
+_MANAGER, _IPC, _RECEIPT = f"{_P}manager.py", f"{_P}sources/ipc.py", f"{_P}receipt.py"
+
+_UNDO = "tests/unit/test_undo.py"
+_TEST_BOARD = "tests/process/test_board.py"
+_ON_BOARD = "tests/conformance/test_board_rendezvous.py"
+_OF_IPC = "tests/conformance/test_ipc_source.py"
+_FAULTY = "tests/process/test_faulty_sources.py"
+_UPDATES = "tests/process/test_update_numpy.py"
+_MISSED = "tests/process/test_missed_and_fenced.py"
+_DEATH = "tests/process/test_rank_death.py"
+_ONE_FAULT = f"{_FAULTY}::test_a_fault_at_one_rank_leaves_every_rank_on_its_version"
+_LATE = f"{_MISSED}::test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on"
+_A_TO_B = f"{_UPDATES}::test_a_to_b_to_a_is_bitwise_on_every_rank"
+_ANY_STEP = f"{_UNDO}::test_a_fault_at_either_end_of_any_step_is_undone"
+
+
+def _mutant(name: str, law: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
+    return Mutant(name, law, (Break(file, text, instead),), tests)
+
+
+MUTANTS = (
+    # --- votes and decisions ---------------------------------------------------------------------------
+    _mutant(
+        "no_vote",
+        "install is decided when every rank has voted STAGED",
+        _CONDUCTOR,
+        "error = self._await_ballots(command, Ballot.STAGED, excused)",
+        "error = None",
+        f"{_MISSED}::test_a_rank_that_is_silent_while_staging_only_rejects",
+    ),
+    _mutant(
+        "refusal_not_heard",
+        "one rank against it decides NO for all",
+        _CONDUCTOR,
+        "    against = [rank for rank, record in living.items() if is_against(record, command)]",
+        "    against: list[int] = []",
+        f"{_ONE_FAULT}[stage breaks-alias]",
+    ),
+    _mutant(
+        "commit_before_verify",
+        "commit is decided when every rank has voted VERIFIED",
+        _CONDUCTOR,
+        "objection = self._await_ballots(command, Ballot.VERIFIED, excused)",
+        "objection = None",
+        f"{_LATE}[2]",
+    ),
+    _mutant(
+        "install_without_decision",
+        "a rank installs after the install decision YES only",
+        _MANAGER,
+        "if self._decision(Question.INSTALL, record) is Decision.YES:",
+        "if self._decision(Question.INSTALL, record) is not Decision.OPEN:",
+        f"{_ONE_FAULT}[stage breaks-alias]",
+    ),
+    _mutant(
+        "no_undo_on_rank_2",
+        "before the commit word every rank undoes",
+        _MANAGER,
+        "self._follow(command.commit if is_committed else command.undo)",
+        "self._follow(command.commit if is_committed or self.rank == 2 else command.undo)",
+        f"{_LATE}[0]",
+    ),
+    _mutant(
+        "undo_after_yes",
+        "after the commit word every rank rolls forward",
+        _MANAGER,
+        "is_committed = decision is Decision.YES",
+        "is_committed = decision is Decision.YES and self.rank != 1",
+        f"{_A_TO_B}[full-alias-2]",
+    ),
+    _mutant(
+        "decision_not_compared",
+        "a decision is set once, by compare-and-swap",
+        _RENDEZVOUS,
+        "_OFFSETS[question], layout.decision_word(command, Decision.OPEN), layout",
+        "_OFFSETS[question], self._board.load(_OFFSETS[question]), layout",
+        _ON_BOARD,
+    ),
+    _mutant(
+        "stale_decision_followed",
+        "a decision is that of its command",
+        _RENDEZVOUS,
+        "if word >> 2 != command:",
+        "if word >> 2 < command:",
+        _ON_BOARD,
+    ),
+    _mutant(
+        "deadline_dropped",
+        "whoever waits for a decision proposes NO at the deadline",
+        _RENDEZVOUS,
+        "is not Decision.OPEN, deadline_ns):",
+        "is not Decision.OPEN, 2**62):",
+        f"{_TEST_BOARD}::test_whose_deadline_passes_proposes_no",
+    ),
+    _mutant(
+        "late_rank_tells_nobody",
+        "what a late rank follows is decided for all",
+        _RENDEZVOUS,
+        "return self.decide_once(question, command, Decision.NO)",
+        "return Decision.NO",
+        _ON_BOARD,
+    ),
+    _mutant(
+        "death_not_told",
+        "a death decides NO where nothing is decided",
+        _BOARD,
+        "self.exchange(offset, word, word | layout.Decision.NO)",
+        "continue",
+        _ON_BOARD,
+    ),
+    _mutant(
+        "commands_overlap",
+        "no command is announced before every rank has finished the one before",
+        _CONDUCTOR,
+        "self._rendezvous.await_votes(self._unfinished, Ballot.FINISHED, deadline_ns, excused=excused)",
+        "pass",
+        f"{_MISSED}::test_a_rank_that_is_silent_while_staging_only_rejects",
+    ),
+    # --- steps and their undoing -----------------------------------------------------------------------
+    _mutant(
+        "undo_restores_nothing",
+        "the undo of a copy brings the saved bytes back",
+        _WAY_BACK,
+        "transfer(copies(self.views, old.views), num_threads)",
+        "return None",
+        f"{_ANY_STEP}[copy-updated-keep]",
+    ),
+    _mutant(
+        "undo_not_read_back",
+        "a way back is no success before its bytes were read",
+        _WAY_BACK,
+        "check_sums(live_checksums(old.views, num_threads), old, rank)",
+        "pass",
+        f"{_UNDO}::test_a_way_back_that_was_corrupted_meanwhile_is_no_success",
+    ),
+    _mutant(
+        "nothing_saved",
+        "old bytes are saved while the engine serves, before a byte is overwritten",
+        _STEPS,
+        "kept.save(old, update.num_threads)",
+        "pass",
+        f"{_ANY_STEP}[copy-updated-keep]",
+    ),
+    _mutant(
+        "failed_step_not_undone",
+        "the step that failed is undone as well",
+        _TRANSACTION,
+        "            self._begun.append(step)\n",
+        "            self._begun[:] = [*self._begun, *steps[max(steps.index(step) - 1, 0) : steps.index(step)]]\n",
+        f"{_ANY_STEP}[copy-updated-keep]",
+    ),
+    _mutant(
+        "undone_in_order_of_doing",
+        "steps are undone in reverse",
+        _TRANSACTION,
+        "in reversed(list(self._begun)):",
+        "in list(self._begun):",
+        f"{_ANY_STEP}[copy-updated-keep]",
+    ),
+    _mutant(
+        "verify_skipped",
+        "what apply mode copy installed is read back before the vote",
+        _STEPS,
+        "    if update.apply_mode != COPY:\n        return 0\n",
+        "    if update.apply_mode:\n        return 0\n",
+        _UNDO,
+    ),
+    _mutant(
+        "binding_not_verified",
+        "what is bound is what was staged",
+        _STEPS,
+        "if astray or len(bound) != len(weights.views):",
+        "if False:",
+        _UNDO,
+    ),
+    _mutant(
+        "audit_skipped",
+        "aliased memory is read once more after the commit",
+        _MANAGER,
+        "elif not self._is_audited:",
+        "elif not self._is_audited and self.rank > 99:",
+        _FAULTY,
+    ),
+    _mutant(
+        "kv_cache_kept",
+        "KV blocks are keyed by the digest of the weights that filled them",
+        _STEPS,
+        "update.runner.rebuild_kv_cache(_known(update.new).content_digest)",
+        "pass",
+        _UNDO,
+    ),
+    _mutant(
+        "staged_never_released",
+        "a refused version is let go",
+        _STEPS,
+        "releasing.callback(_release_staged, update)",
+        "pass",
+        f"{_ANY_STEP}[alias-updated-keep]",
+    ),
+    _mutant(
+        "copied_never_released",
+        "what was copied is the trainer's again right after the commit",
+        _TRANSACTION,
+        "stack.callback(self._release_spent)",
+        "pass",
+        "tests/process/test_apply_modes.py::test_copies_hold_neither_lease_nor_mapping_of_what_was_published",
+    ),
+    # --- fences and the word ---------------------------------------------------------------------------
+    _mutant(
+        "fence_keeps_weights",
+        "a fenced rank has no weights bound before it says that it has finished",
+        _MANAGER,
+        "self._attempt(runner.unbind)",
+        "pass",
+        _MISSED,
+    ),
+    _mutant(
+        "fence_keeps_kv_cache",
+        "a fenced rank has no KV cache before it says that it has finished",
+        _MANAGER,
+        "self._attempt(runner.drop_kv_cache)",
+        "pass",
+        _MISSED,
+    ),
+    _mutant(
+        "fenced_reads_cleared",
+        "a fenced engine reads UPDATING until everything is dropped",
+        f"{_P}lifecycle.py",
+        "return LegacyStatus.CLEARED if dropped else LegacyStatus.UPDATING",
+        "return LegacyStatus.CLEARED",
+        "tests/unit/test_lifecycle.py",
+    ),
+    _mutant(
+        "fenced_may_resume",
+        "a fenced engine serves again after a good update only",
+        f"{_P}lifecycle.py",
+        "    Admission.FENCED: {\n",
+        "    Admission.FENCED: {\n        AdmissionEvent.RESUME: Admission.SERVING,\n",
+        "tests/unit/test_lifecycle.py",
+    ),
+    _mutant(
+        "cleared_too_early",
+        "CLEARED is shown when every rank has freed weights and KV cache",
+        _COORDINATOR,
+        "        self.state.pause()\n",
+        "        self.state.clear(0)\n",
+        "tests/process/test_cancelled.py::test_a_clear_that_timed_out_never_comes_to_pass",
+    ),
+    _mutant(
+        "word_not_compared",
+        "the word is stored by compare-and-swap: what a trainer wrote meanwhile is the next command",
+        _STATE,
+        "self._weights_word.exchange(expected, wanted)",
+        "self._weights_word.exchange(self._weights_word.load(), wanted)",
+        "tests/process/test_legacy_word.py",
+    ),
+    _mutant(
+        "equal_stores_run_twice",
+        "equal stores of the legacy word coalesce",
+        _STATE,
+        "self._pending, self._shown = LegacyCommand(value), LegacyStatus(value)",
+        "self._pending = LegacyCommand(value)",
+        "tests/process/test_legacy_word.py::test_clear_and_update_by_the_word",
+    ),
+    # --- the board -------------------------------------------------------------------------------------
+    _mutant(
+        "record_not_checked",
+        "one flipped bit of a record makes no other record",
+        _LAYOUT,
+        "return data if copy == with_checksum(data) or not any(copy) else None",
+        "return data",
+        f"{_TEST_BOARD}::test_a_flipped_bit_in_a_record_is_no_other_record",
+    ),
+    _mutant(
+        "single_copy",
+        "a writer that dies leaves the former record whole",
+        _LAYOUT,
+        "return COUNTER_BYTES + (counter & 1) * (size + -size % 8)",
+        "return COUNTER_BYTES + 0 * (size + -size % 8)",
+        f"{_TEST_BOARD}::test_a_writer_that_dies_inside_a_write_leaves_the_record_before_it",
+    ),
+    _mutant(
+        "dead_client_keeps_slot",
+        "the slot of a dead client is free again",
+        _REQUESTS,
+        "lock.unlink()\n            board.exchange(offset, word, SlotState.FREE)",
+        "lock.unlink()",
+        f"{_TEST_BOARD}::test_the_slot_of_a_dead_client_is_free_again",
+    ),
+    _mutant(
+        "newest_request_first",
+        "requests are carried out in the order of their tickets",
+        _REQUESTS,
+        "return min(submitted)[1:] if submitted else None",
+        "return max(submitted)[1:] if submitted else None",
+        "tests/process/test_board_pressure.py",
+    ),
+    _mutant(
+        "request_forgotten",
+        "whoever waits on a rank 0 that died is told what became of it",
+        _REQUESTS,
+        "left.append(BoardRequest(board, slot, layout.slot_token(word), record))",
+        "continue",
+        f"{_DEATH}::test_an_update_in_flight_ends_at_once_when_a_rank_dies[0]",
+    ),
+    # --- a dead rank -----------------------------------------------------------------------------------
+    Mutant(
+        "successor_keeps_wrong_version",
+        "a rank that comes back holds the committed version",
+        (
+            Break(_MANAGER, "live is not None and live.version == version:", "live is not None:"),
+            Break(_MANAGER, "return committed is not None and committed.is_cold", "return True"),
+        ),
+        (f"{_DEATH}::test_a_rank_that_dies_after_an_update_comes_back_to_it_from_the_channel[1-alias]",),
+    ),
+    _mutant(
+        "restored_not_compared",
+        "an engine that recovered holds what was committed, by its digest",
+        _RECOVERY,
+        "if merged.content_digest != committed.content_digest:",
+        "if False:",
+        _DEATH,
+    ),
+    # --- leases and the channel ------------------------------------------------------------------------
+    _mutant(
+        "publisher_ignores_leases",
+        "bytes under a live lease never change",
+        _LEASES,
+        "        holders = self.holders(arena)\n        if holders:\n            self.cancel_write(arena)\n",
+        "        holders: tuple[HolderInfo, ...] = ()\n",
+        "tests/unit/test_leases.py",
+    ),
+    _mutant(
+        "read_before_lease",
+        "a lease is taken before the generation is read",
+        _LEASES,
+        "        slot = self._claim_slot(arena, token)\n        if self.generation(arena) != generation:",
+        "        found = self.generation(arena)\n        slot = self._claim_slot(arena, token)\n"
+        "        if found != generation:",
+        "tests/unit/test_leases.py",
+    ),
+    _mutant(
+        "lease_of_the_dead_stands",
+        "leases of dead holders are void",
+        _LEASES,
+        "            if is_alive(lock):\n",
+        "            if lock:\n",
+        "tests/unit/test_leases.py",
+    ),
+    _mutant(
+        "no_lease_taken",
+        "an engine holds a lease while it reads",
+        _IPC,
+        "undo.callback(lease.release)",
+        "lease.release()",
+        f"{_OF_IPC}::test_a_lease_keeps_the_publisher_out_until_it_is_released",
+    ),
+    _mutant(
+        "half_stage_leaks",
+        "a version that could be staged by half leaves no lease",
+        _IPC,
+        "undo.callback(lease.release)",
+        "pass",
+        f"{_OF_IPC}::test_a_manifest_that_points_at_another_segment_is_refused_and_leaves_no_lease",
+        f"{_OF_IPC}::test_a_segment_of_another_size_is_refused_and_leaves_no_lease",
+    ),
+    _mutant(
+        "arena_mapped_writable",
+        "engines map published arenas read-only",
+        _IPC,
+        "mapped or SharedSegment.attach(segment.locator)",
+        "mapped or SharedSegment.attach(segment.locator, writable=True)",
+        _OF_IPC,
+    ),
+    _mutant(
+        "always_vouched",
+        "borrowed memory whose trainer is gone is vouched for by nobody",
+        _IPC,
+        "return self.is_released or all(lender.is_there for lender in self._lenders)",
+        "return True",
+        f"{_OF_IPC}::test_borrowed_memory_is_not_vouched_for_when_its_trainer_is_gone_and_another_in_its_place",
+    ),
+    _mutant(
+        "withdrawn_too_late",
+        "a former manifest goes before a byte of its arena is written",
+        _SHELF,
+        "            self._on_change(row)\n            segment = self._fit(row, num_bytes)\n",
+        "            segment = self._fit(row, num_bytes)\n",
+        f"{_OF_IPC}::test_a_former_version_is_withdrawn_before_a_byte_of_its_arena_is_written",
+    ),
+    _mutant(
+        "epoch_not_counted",
+        "each publisher of a channel has an epoch of its own",
+        _CHANNEL,
+        "epoch = max(self.read_epoch(), published) + 1",
+        "epoch = max(self.read_epoch(), published, 1)",
+        "tests/unit/test_channel.py",
+    ),
+    _mutant(
+        "latest_written_in_place",
+        "a reader never sees half a file",
+        _CHANNEL,
+        'temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"',
+        "temporary = self.path / name\n        temporary.unlink(missing_ok=True)",
+        "tests/unit/test_channel.py",
+    ),
+    _mutant(
+        "link_followed",
+        "no file of a channel leads out of it",
+        _CHANNEL,
+        "os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK",
+        "tests/unit/test_channel.py",
+    ),
+    # --- proof -----------------------------------------------------------------------------------------
+    _mutant(
+        "digest_copied",
+        "a receipt's content digest is computed from what was read",
+        _RECEIPT,
+        "content_digest=content_digest_of(layout_digest, sums)",
+        "content_digest=layout_digest",
+        f"{_UPDATES}::test_receipt_sums_are_the_published_checksums",
+    ),
+    _mutant(
+        "reads_not_compared",
+        "what all ranks read together is what was published",
+        _COORDINATOR,
+        "check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})",
+        "pass",
+        f"{_ONE_FAULT}[bytes differ-alias]",
+    ),
+    _mutant(
+        "recompute_hides",
+        "a recomputed receipt tells every parameter that is not what it says",
+        _RECEIPT,
+        "if part.live.get(name) != by_rank[part.rank]",
+        "if part.live.get(name) is None",
+        f"{_MISSED}::test_a_mismatch_that_recompute_found_does_not_hide",
+    ),
+    _mutant(
+        "version_goes_back",
+        "versions do not go back unless that is forced",
+        _COORDINATOR,
+        "if last and version < WeightVersion.parse(last) and not request.is_forced:",
+        "if False:",
+        f"{_UPDATES}::test_a_version_that_goes_back_is_refused_unless_forced",
+    ),
+    _mutant(
+        "coverage_not_checked",
+        "a publication feeds every parameter, and nothing else",
+        f"{_P}coverage.py",
+        "    if problems:\n        raise CoverageError",
+        "    if False:\n        raise CoverageError",
+        "tests/unit/test_coverage.py",
+    ),
+    _mutant(
+        "bounds_not_checked",
+        "every part of a manifest lies inside its segment",
+        f"{_P}manifest.py",
+        "    if stop > segment.num_bytes:",
+        "    if False:",
+        "tests/unit/test_manifest.py::test_a_bad_tensor_is_refused_by_name",
+    ),
+    _mutant(
+        "overlap_not_checked",
+        "no two parts of a manifest share a byte",
+        f"{_P}manifest.py",
+        "if before[0] == after[0] and after[1] < before[2]:",
+        "if False:",
+        "tests/unit/test_manifest.py::test_tensors_that_share_bytes_are_refused",
+    ),
+    _mutant(
+        "any_key_opens",
+        "a request without a known key reaches no guarded route",
+        f"{_P}control/api_key.py",
+        'return scheme.lower() == b"bearer" and any(matches)',
+        'return scheme.lower() == b"bearer" and bool(matches)',
+        "tests/engines/test_http_api_key.py::test_without_a_known_key_nothing_happens",
+    ),
+)

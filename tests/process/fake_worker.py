@@ -1,7 +1,8 @@
 """A worker without a model, for tests of the supervisor: module `fake_worker`.
 
 $FAKE_WORKER says what goes wrong, on rank 1: "fail" tells an error at start, "die" ends without a word, "hang" never
-gets ready, "stubborn" ignores every kind request to stop, "die again" ends without a word when it is started again.
+gets ready, "stubborn" ignores every kind request to stop, "die again" ends without a word when it is started again,
+"garble" says what is no message when it gets SIGUSR1.
 """
 
 import os
@@ -37,6 +38,9 @@ def main() -> int:
         return 7
     if fault == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if fault == "garble":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        threading.Thread(target=_garble_when_told, args=(config.socket_fd,), daemon=True).start()
     board.mark_back(config.rank)
     if fault != "hang":
         connection.send(Ready(config.rank, 1000 + config.rank, 0.5), timeout_s=5)
@@ -44,6 +48,11 @@ def main() -> int:
     if fault in ("stubborn", "hang"):
         threading.Event().wait(DEADLINE_S)
     return 0
+
+
+def _garble_when_told(fd: int) -> None:
+    if signal.sigtimedwait({signal.SIGUSR1}, DEADLINE_S):
+        os.write(fd, b"\x01\x00\x00\x00\xc1")
 
 
 def _follow(config: WorkerConfig, board: Board, connection: WorkerSocket) -> None:

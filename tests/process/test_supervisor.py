@@ -193,6 +193,17 @@ def test_a_condemned_worker_is_killed_and_started_again_even_if_it_stands_still(
         assert_gone(engine, workers)
 
 
+def test_a_worker_that_says_what_is_no_message_is_killed_and_started_again(settings: dict[str, Any]) -> None:
+    with running(settings, "garble") as engine:
+        engine.await_event("ready")
+        os.kill(pid_of(engine, 1), signal.SIGUSR1)
+        lost = engine.await_event("rank_lost")
+        assert "rank 1: a message between supervisor and worker is malformed" in lost["reason"]
+        engine.await_event("rank_back")
+        engine.child.send_signal(signal.SIGINT)
+        assert engine.end() == 0
+
+
 def test_a_worker_that_dies_whenever_it_starts_again_ends_the_engine(settings: dict[str, Any]) -> None:
     with running(settings, "die again") as engine:
         engine.await_event("ready")

@@ -156,7 +156,7 @@ class WorkerSet:
 
     async def _watch(self, seat: _Seat) -> None:
         """One worker from its first message to its end."""
-        listening = asyncio.create_task(seat.link.receive(partial(self._take, seat)))
+        listening = asyncio.create_task(self._listen(seat))
         await readable(seat.worker.pidfd)
         if self._is_restarting:
             self._tell_death(seat.worker.rank)
@@ -164,10 +164,18 @@ class WorkerSet:
         await asyncio.wait([listening], timeout=self._config.deadlines.last_words_s)
         if not listening.done():
             listening.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PeerLostError):
+        with contextlib.suppress(asyncio.CancelledError):
             await listening
         if not self._is_stopping:
             self._note_death(seat)
+
+    async def _listen(self, seat: _Seat) -> None:
+        """A worker whose words are no messages is not heard any more, so that it must go."""
+        try:
+            await seat.link.receive(partial(self._take, seat))
+        except PeerLostError as garbled:
+            seat.fault = PeerLostError(f"rank {seat.worker.rank}: {garbled}")
+            seat.worker.kill()
 
     def _take(self, seat: _Seat, message: FromWorker) -> None:
         if isinstance(message, Tokens):

@@ -1,12 +1,14 @@
 """Lets something go wrong at every step of an update, on every rank, in every apply mode: the process is killed or
 stopped, the step fails, memory is missing, a byte changes. Run it as `scripts/faults`.
 
-    scripts/faults                            everything, in less than a quarter of an hour
-    scripts/faults --only install --kind kill one step, one kind
-    scripts/faults --runner numpy --sample    what the tests play: every two of step, rank, kind, mode meet
+    scripts/faults                             everything, in less than a quarter of an hour
+    scripts/faults --only install --kind kill  one step, one kind
+    scripts/faults --runner numpy --sample     what the tests play
 
-Exit code 1 when a case left the engine torn, or another outcome than is promised, or told the caller something untrue,
-or kept somebody waiting beyond a deadline, or left something behind; 0 otherwise."""
+All cases are played on real processes of the numpy engine, and on the Paddle engine a sample, in which every two of
+step, rank, kind, mode and what else makes a case meet. Exit code 1 when a case left the engine torn, had another
+outcome than is promised, told the caller something untrue, kept somebody waiting beyond a deadline, or left something
+behind; 0 otherwise."""
 
 import argparse
 import json
@@ -22,22 +24,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases and their judge 
 
 from faults_report import Progress, summary, table
 
-from tests.faults.fault_cases import KINDS, MODES, STEPS, Case, all_cases, covering_sample
+from tests.faults.fault_cases import BASES, KINDS, MODES, STEPS, Case, all_cases, covering_sample
 from tests.faults.fault_scene import FaultScene, Row, play_all
 from tests.faults.numpy_scene import NumpyScene
+from tests.faults.served_scene import ServedScene, is_possible
 
 JSON = Path("build/faults.json")
-RUNNERS = ("numpy",)
+RUNNERS: dict[str, Callable[[str, Path], FaultScene]] = {"numpy": NumpyScene, "paddle": ServedScene}
 
 
 def main() -> int:
     arguments = _parser().parse_args()
     began = time.monotonic()
+    chosen = {runner: _chosen(arguments, runner) for runner in arguments.runner or RUNNERS}
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_faults") as folder:
-        cases = _chosen(arguments)
-        with Progress(len(cases)) as progress:
-            for row in _play_numpy(cases, Path(folder)):
+    total = sum(map(len, chosen.values()))
+    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_faults") as folder, Progress(total) as progress:
+        for runner, cases in chosen.items():
+            for row in _play(cases, RUNNERS[runner], Path(folder)):
                 rows.append(row)
                 progress.show(row, len(rows))
     told = summary(rows, time.monotonic() - began)
@@ -45,27 +49,33 @@ def main() -> int:
     arguments.json.write_text(json.dumps(told, indent=1) + "\n")
     print(table(rows))
     print(", ".join(f"{name} {value}" for name, value in told.items() if name != "rows"))
-    return int(bool(told["torn"] or told["failed"]) or not rows)
+    return int(bool(told["torn"] or told["failed"]) or len(rows) < total)
 
 
-def _chosen(arguments: argparse.Namespace) -> list[Case]:
-    cases = covering_sample(all_cases()) if arguments.sample else all_cases()
+def _chosen(arguments: argparse.Namespace, runner: str) -> list[Case]:
+    cases = all_cases()
+    if runner == "paddle":
+        cases = covering_sample([case for case in cases if is_possible(case)])
+    elif arguments.sample:
+        cases = covering_sample(cases)
     return [
         case
         for case in cases
         if case.step in (arguments.only or STEPS)
         and case.kind in (arguments.kind or KINDS)
         and case.mode in (arguments.mode or MODES)
+        and case.base in (arguments.base or BASES)
     ]
 
 
-def _play_numpy(cases: list[Case], folder: Path) -> Iterator[Row]:
+def _play(cases: list[Case], make: Callable[[str, Path], FaultScene], folder: Path) -> Iterator[Row]:
     """The modes side by side: most of the time is spent waiting, for deadlines and for processes that start."""
     done: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
 
     def play(mode: str) -> None:
         try:
-            for row in play_all([case for case in cases if case.mode == mode], _numpy_scenes(folder / mode)):
+            ours = [case for case in cases if case.mode == mode]
+            for row in play_all(ours, lambda mode: make(mode, Path(tempfile.mkdtemp(dir=folder)))):
                 done.put(row)
         finally:
             done.put(None)
@@ -78,16 +88,6 @@ def _play_numpy(cases: list[Case], folder: Path) -> Iterator[Row]:
             future.result()
 
 
-def _numpy_scenes(folder: Path) -> Callable[[str], FaultScene]:
-    """Each in a folder of its own."""
-
-    def make(mode: str) -> FaultScene:
-        folder.mkdir(exist_ok=True)
-        return NumpyScene(mode, Path(tempfile.mkdtemp(dir=folder)))
-
-    return make
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -96,10 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         ("--only", STEPS, "step"),
         ("--kind", KINDS, "kind"),
         ("--mode", MODES, "apply mode"),
-        ("--runner", RUNNERS, "runner"),
+        ("--base", BASES, "state before the update"),
+        ("--runner", tuple(RUNNERS), "runner"),
     ):
         parser.add_argument(option, action="append", choices=values, help=f"only this {what}; may be repeated")
-    parser.add_argument("--sample", action="store_true", help="few cases, in which every two facts meet")
+    parser.add_argument("--sample", action="store_true", help="on the numpy engine too only few cases")
     parser.add_argument("--json", type=Path, default=JSON, help=f"where the figures go (default {JSON})")
     return parser
 

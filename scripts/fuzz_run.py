@@ -246,7 +246,7 @@ class Watch:
         command = [sys.executable, sys.argv[0], *arguments, *(["--only", ",".join(self._names)])]
         before = dict(self.targets)
         (self._directory / "tallies").write_text("[]")
-        reader = subprocess.Popen(command, start_new_session=True)
+        reader = subprocess.Popen(command)
         while reader.poll() is None:
             self._hear(before)
             target, age_s, data = note.read()

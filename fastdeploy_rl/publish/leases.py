@@ -331,9 +331,10 @@ class LeaseTable:
             view[offset : offset + size] = data.ljust(size, b"\0")
 
     def _live_slots(self, arena: int) -> Iterator[tuple[int, int]]:
+        words = self._words
         for slot in range(NUM_SLOTS):
             offset = _slot(arena, slot)
-            token = _native.load_u64(self._words, offset)
+            token = _native.load_u64(words, offset)
             if token == 0:
                 continue
             lock = _lock_path(self._holders_dir, token)

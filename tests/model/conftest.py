@@ -1,18 +1,19 @@
 """How long the model is played, and that threads of dead actors end by an exception which is nobody's failure.
 
-    .venv/bin/python -m pytest tests/model                                # as in the suite: the same few games each time
-    .venv/bin/python -m pytest tests/model --hypothesis-profile=long      # other games each time, and every single store
+.venv/bin/python -m pytest tests/model                                # as in the suite: the same few games each time
+.venv/bin/python -m pytest tests/model --hypothesis-profile=long      # other games each time, and every single store
 """
 
 import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.model.actors import ActorDiedError
 
-_GAMES = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+# A game takes a second: one that fails is not played a hundred times more to find a shorter one.
+_GAMES = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 settings.register_profile("long", _GAMES, max_examples=200, stateful_step_count=25)
 
 

@@ -2,7 +2,6 @@
 
 Owns what each of them was promised or told. Each is an actor: it may die at any of its stores."""
 
-import contextlib
 import threading
 import time
 from contextlib import ExitStack
@@ -16,11 +15,14 @@ from fastdeploy_rl import _native
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.errors import ChannelBusyError, FastDeployRLError
+from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.plan.conventions import TensorRule
+from fastdeploy_rl.publish.leases import NUM_ARENAS
 from fastdeploy_rl.publish.publication import PublishStep
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.report import UpdateReport
+from fastdeploy_rl.testing.step_faults import flip
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import client_lock_path
 from tests.model.actors import Actor, ActorDiedError, CrashingBoard, join
@@ -136,6 +138,7 @@ class Trainer:
         self.seeds: dict[str, int] = {"0.0": 0}
         self.bad: set[str] = set()
         self.step = 0
+        self._is_flipping = False
         self.dead: list[tuple[Actor, WeightPublisher, threading.Thread]] = []
         self.actor = Actor("trainer")
         self.publisher: WeightPublisher | None = None
@@ -154,7 +157,15 @@ class Trainer:
         self.actor.store(f"begin of {step.name}")
 
     def end(self, step: PublishStep) -> None:
+        if step.name == "seal" and self._is_flipping:
+            self._flip()
         self.actor.store(f"end of {step.name}")
+
+    def _flip(self) -> None:
+        """A bit of what was just sealed, after it was summed up."""
+        table = self.publisher._opened._table
+        rows = [row for row in range(NUM_ARENAS) if table.version(row) == f"{self.publisher.epoch}.{self.step}"]
+        flip(f"/dev/shm/{table.segment(rows[0])}", 0)
 
     @property
     def is_alive(self) -> bool:
@@ -170,6 +181,7 @@ class Trainer:
             del weights["norm"]
         elif harm == "shape":
             weights["norm"] = np.zeros(7, np.float32)
+        self._is_flipping = harm == "flip"
         publishing = Publishing(version, seed, not harm)
         self.seeds[version] = seed
         if harm:
@@ -221,17 +233,36 @@ class Trainer:
 
 
 class Foreigner:
-    """A process that knows the status word alone: plain stores, which wake nobody."""
+    """A process that knows the status word alone: stores that wake nobody. `last`: the value written last that was no
+    repetition of what stood there, and how many commands of its kind had ended before."""
 
     def __init__(self, port: int) -> None:
         self._word = StatusWord(WEIGHTS_WORD, port)
-        self.last: int | None = None
-        self.num_told = 0
+        self._port = port
+        self.last: tuple[int, int] | None = None
+        self.has_updated = False
 
     def write(self, value: int) -> None:
-        _native.store_i32(self._word.mapping, 0, value)
-        self.last = value
+        before = self.num_ended(value)
+        found = self._word.load()
+        while found != value:
+            met = _native.compare_exchange_i32(self._word.mapping, 0, found, value)
+            if met == found:
+                self.last = (value, before)
+                self.has_updated = self.has_updated or value == LegacyStatus.UPDATING
+                return
+            found = met
+
+    def num_ended(self, value: int) -> int:
+        kind = {LegacyStatus.UPDATING: "update", LegacyStatus.CLEARING: "clear"}.get(value)
+        with BoardClient(self._port) as client:
+            return sum(entry.kind == kind for entry in client.history(10_000))
+
+    def is_answered(self) -> bool:
+        """What was written last was carried out, or rejected; noise has no answer."""
+        if self.last is None or self.last[0] not in (LegacyStatus.UPDATING, LegacyStatus.CLEARING):
+            return True
+        return self.num_ended(self.last[0]) > self.last[1]
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):
-            self._word.close()
+        self._word.close()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.model.actors import Actor, wait_until
-from tests.model.engine import NUM_RANKS, ModelEngine
+from tests.model.engine import ModelEngine
 from tests.model.judge import judge, mend, story
 from tests.model.people import Request, Trainer
 

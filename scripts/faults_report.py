@@ -69,6 +69,7 @@ def _as_json(row: Row) -> dict[str, object]:
         "rank": case.rank,
         "kind": case.kind,
         "mode": case.mode,
+        "rollback": case.rollback,
         "base": case.base,
         "runner": row.runner,
         "outcome": row.outcome,

@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases and their judge 
 
 from faults_report import Progress, summary, table
 
-from tests.faults.fault_cases import BASES, KINDS, MODES, STEPS, Case, all_cases, covering_sample
+from tests.faults.fault_cases import BASES, KINDS, MODES, SETTINGS, STEPS, Case, all_cases, covering_sample
 from tests.faults.fault_scene import FaultScene, Row, play_all
 from tests.faults.numpy_scene import NumpyScene
 from tests.faults.served_scene import ServedScene, is_possible
 
+SIDE_BY_SIDE = 2
 JSON = Path("build/faults.json")
-RUNNERS: dict[str, Callable[[str, Path], FaultScene]] = {"numpy": NumpyScene, "paddle": ServedScene}
+RUNNERS: dict[str, Callable[[tuple[str, str], Path], FaultScene]] = {"numpy": NumpyScene, "paddle": ServedScene}
 
 
 def main() -> int:
@@ -68,21 +69,21 @@ def _chosen(arguments: argparse.Namespace, runner: str) -> list[Case]:
     ]
 
 
-def _play(cases: list[Case], make: Callable[[str, Path], FaultScene], folder: Path) -> Iterator[Row]:
-    """The modes side by side: most of the time is spent waiting, for deadlines and for processes that start."""
+def _play(cases: list[Case], make: Callable[[tuple[str, str], Path], FaultScene], folder: Path) -> Iterator[Row]:
+    """Two engines side by side: most of the time is spent waiting, for deadlines and for processes that start."""
     done: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
 
-    def play(mode: str) -> None:
+    def play(setting: tuple[str, str]) -> None:
         try:
-            ours = [case for case in cases if case.mode == mode]
-            for row in play_all(ours, lambda mode: make(mode, Path(tempfile.mkdtemp(dir=folder)))):
+            ours = [case for case in cases if case.setting == setting]
+            for row in play_all(ours, lambda setting: make(setting, Path(tempfile.mkdtemp(dir=folder)))):
                 done.put(row)
         finally:
             done.put(None)
 
-    with ThreadPoolExecutor(len(MODES)) as pool:
-        playing = [pool.submit(play, mode) for mode in MODES]
-        for _ in MODES:
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        playing = [pool.submit(play, setting) for setting in SETTINGS]
+        for _ in SETTINGS:
             yield from iter(done.get, None)
         for future in playing:
             future.result()

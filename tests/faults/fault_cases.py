@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from fastdeploy_rl.config import KEEP, OFF, REFETCH
 from fastdeploy_rl.testing.step_faults import Act, When
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS
 
@@ -17,6 +18,8 @@ ENDS: tuple[When, ...] = ("begin", "end")
 KINDS = ("kill", "stall", "raise", "no_memory", "corrupt")
 MODES = ("alias", "copy")
 OUTCOMES = ("old", "new", "cleared", "fenced")
+SETTINGS = (("alias", KEEP), ("copy", KEEP), ("copy", REFETCH), ("copy", OFF))
+"""Apply mode and rollback: an engine each. A rebind leaves the old weights where they are, whatever the rollback is."""
 BASES = ("live", "cleared")
 """What stands before the update: a version is live, or nothing is."""
 NUM_RANKS = 3
@@ -39,13 +42,19 @@ class Case(NamedTuple):
     rank: int
     kind: str
     mode: str
+    rollback: str
     base: str
     act: Act
     what: str = ""
 
     def __str__(self) -> str:
-        facts = [self.mode, self.base, self.kind, self.what, self.step, self.when, f"rank{self.rank}"]
+        held = self.rollback if self.rollback != KEEP else ""
+        facts = [self.mode, held, self.base, self.kind, self.what, self.step, self.when, f"rank{self.rank}"]
         return "-".join(filter(None, facts))
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        return self.mode, self.rollback
 
     @property
     def hits_bytes(self) -> bool:
@@ -59,40 +68,56 @@ class Case(NamedTuple):
 
 
 def all_cases(num_ranks: int = NUM_RANKS) -> list[Case]:
-    """Both ends of every step, on every rank, of every kind, in every mode, from every base."""
-    return [case for mode, base, rank in product(MODES, BASES, range(num_ranks)) for case in _of_rank(mode, base, rank)]
+    """Both ends of every step, on every rank, of every kind, in every mode, with every rollback, from every base. One
+    that is cleared has nothing to go back to."""
+    return [
+        case
+        for (mode, rollback), base, rank in product(SETTINGS, BASES, range(num_ranks))
+        if base == "live" or rollback == KEEP
+        for case in _of_rank(mode, rollback, base, rank)
+    ]
 
 
-def _of_rank(mode: str, base: str, rank: int) -> Iterator[Case]:
+def _of_rank(mode: str, rollback: str, base: str, rank: int) -> Iterator[Case]:
+    setting = (mode, rollback, base)
     for step, when in product(STEPS, ENDS):
         for kind, acts in _PLAIN.items():
-            yield Case(step, when, rank, kind, mode, base, acts[when])
+            yield Case(step, when, rank, kind, *setting, acts[when])
         act, what = (Act.FLIP_RECORD, _RECORD) if when == "begin" else (Act.FLIP_COUNTER, _COUNTER)
-        yield Case(step, when, rank, "corrupt", mode, base, act, what)
+        yield Case(step, when, rank, "corrupt", *setting, act, what)
     for when in ENDS:
-        yield Case("stage", when, rank, "corrupt", mode, base, Act.FLIP_FILE, _SOURCE)
+        yield Case("stage", when, rank, "corrupt", *setting, Act.FLIP_FILE, _SOURCE)
     if (mode, base) != ("copy", "live"):  # else nothing is staged: what is published goes into the parameters
-        yield Case("stage", "end", rank, "corrupt", mode, base, Act.FLIP_STAGED, _STAGED)
+        yield Case("stage", "end", rank, "corrupt", *setting, Act.FLIP_STAGED, _STAGED)
     # In alias mode the live parameter is the published byte.
     act = Act.FLIP_FILE if mode == "alias" else Act.FLIP_PARAMETER
     for step, when in _BETWEEN_INSTALL_AND_VERIFY:
-        yield Case(step, when, rank, "corrupt", mode, base, act, _PARAMETER)
+        yield Case(step, when, rank, "corrupt", *setting, act, _PARAMETER)
 
 
 _BETWEEN_INSTALL_AND_VERIFY: tuple[tuple[str, When], ...] = (("install", "end"), ("verify", "begin"))
 
 
-def promised(case: Case) -> str:
-    """The outcome of an update that the fault hits, while nothing else goes wrong."""
-    undone = "old" if case.base == "live" else "cleared"
+def promised(case: Case) -> tuple[str, ...]:
+    """The outcomes that an update which the fault hits may have, while nothing else goes wrong."""
     is_late = case.step == COMMIT
     if case.kind in ("kill", "stall"):
-        return "new" if is_late else undone
+        return ("new",) if is_late else _undone(case)
     if case.kind in ("raise", "no_memory"):
-        return ("fenced" if case.is_lasting else "new") if is_late else undone
+        return ("fenced" if case.is_lasting else "new",) if is_late else _undone(case)
     if not case.hits_bytes or _is_read_already(case):
-        return "new"
-    return "fenced" if is_found_after_the_commit(case) else undone
+        return ("new",)
+    return ("fenced",) if is_found_after_the_commit(case) else _undone(case)
+
+
+def _undone(case: Case) -> tuple[str, ...]:
+    """Without a way back it depends on whether some rank has begun to install; each does so on its own."""
+    if case.base == "cleared":
+        return ("cleared",)
+    if case.rollback == OFF and case.step not in STAGING:
+        return ("fenced", "old")
+    is_found_by_install = case.what == _SOURCE and case.when == "end"
+    return ("fenced",) if case.rollback == OFF and is_found_by_install else ("old",)
 
 
 def _is_read_already(case: Case) -> bool:
@@ -119,7 +144,7 @@ def covering_sample(cases: list[Case]) -> list[Case]:
         wanted -= _pairs(best)
         taken.update(_crowds(best))
         sample.append(best)
-    return sorted(sample, key=lambda case: case.mode)
+    return sorted(sample, key=lambda case: case.setting)
 
 
 def _crowds(case: Case) -> tuple[tuple[str, object], ...]:
@@ -129,4 +154,5 @@ def _crowds(case: Case) -> tuple[tuple[str, object], ...]:
 def _pairs(case: Case) -> frozenset[tuple[tuple[str, object], ...]]:
     facts: list[tuple[str, object]] = [("step", case.step), ("rank", case.rank), ("mode", case.mode)]
     facts += [("when", case.when), ("kind", case.kind), ("what", case.what), ("base", case.base)]
+    facts += [("rollback", case.rollback)]
     return frozenset((a, b) for index, a in enumerate(facts) for b in facts[index + 1 :])

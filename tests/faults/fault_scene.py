@@ -90,8 +90,9 @@ class FaultScene(ABC):
 
     runner = ""
 
-    def __init__(self, mode: str, deadlines: Deadlines) -> None:
-        self.mode = mode
+    def __init__(self, setting: tuple[str, str], deadlines: Deadlines) -> None:
+        """`setting`: one of fault_cases.SETTINGS."""
+        self.setting = setting
         self.deadlines = deadlines
         self._pool = ThreadPoolExecutor(1)
         self._old: Reference | None = None
@@ -287,8 +288,9 @@ class FaultScene(ABC):
             wrong.append(f"the caller was told {told} while the outcome is {outcome}")
         if outcome == "old" and isinstance(told.error, FencedError):
             wrong.append(f"the caller was told that the engine is fenced, and it serves: {told}")
-        if outcome not in (promised(case), TORN):
-            wrong.append(f"the outcome is {outcome}, and {promised(case)} is promised; the caller was told {told}")
+        if outcome not in (*promised(case), TORN):
+            expected = " or ".join(promised(case))
+            wrong.append(f"the outcome is {outcome}, and {expected} is promised; the caller was told {told}")
         return wrong
 
     def _overdue(self, case: Case, told: Told, row: Row) -> list[str]:
@@ -342,12 +344,12 @@ class FaultScene(ABC):
         return [name for name in os.listdir("/dev/shm") if any(mark in name for mark in ours)]
 
 
-def play_all(cases: Sequence[Case], make_scene: Callable[[str], FaultScene]) -> Iterator[Row]:
-    """One after the other, on as few engines as can be; `make_scene` makes one of a mode."""
+def play_all(cases: Sequence[Case], make_scene: Callable[[tuple[str, str]], FaultScene]) -> Iterator[Row]:
+    """One after the other, on as few engines as can be; `make_scene` makes one of a setting."""
     left = list(cases)
     while left:
-        with make_scene(left[0].mode) as scene:
-            while left and left[0].mode == scene.mode:
+        with make_scene(left[0].setting) as scene:
+            while left and left[0].setting == scene.setting:
                 row = scene.play(left.pop(0))
                 yield row
                 if row.is_broken:

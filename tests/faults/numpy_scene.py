@@ -53,8 +53,8 @@ class NumpyScene(FaultScene):
 
     runner = "numpy"
 
-    def __init__(self, mode: str, folder: Path) -> None:
-        super().__init__(mode, DEADLINES)
+    def __init__(self, setting: tuple[str, str], folder: Path) -> None:
+        super().__init__(setting, DEADLINES)
         self._folder = folder
         self._seed = 0
 
@@ -66,7 +66,8 @@ class NumpyScene(FaultScene):
                 MODEL,
                 channel=channel,
                 num_ranks=NUM_RANKS,
-                apply_mode=self.mode,
+                apply_mode=self.setting[0],
+                rollback=self.setting[1],
                 errors=errors,
                 deadlines=self.deadlines,
                 is_restarted_on_death=True,

@@ -40,8 +40,11 @@ def is_possible(case: Case) -> bool:
 class FaultyServedEngine(ServedEngine):
     """Served by faulty_serve.py."""
 
-    def __init__(self, model: Model, place: Path, *, apply_mode: str, deadlines: Deadlines) -> None:
-        super().__init__(model, place, num_ranks=NUM_RANKS, apply_mode=apply_mode, options=["--max-num-seqs", "2"])
+    def __init__(self, model: Model, place: Path, *, setting: tuple[str, str], deadlines: Deadlines) -> None:
+        mode, rollback = setting
+        super().__init__(
+            model, place, num_ranks=NUM_RANKS, apply_mode=mode, options=["--max-num-seqs", "2", "--rollback", rollback]
+        )
         serve = str(Path(__file__).with_name("faulty_serve.py"))
         self._command[1:2] = [serve, msgspec.json.encode(deadlines).decode()]
 
@@ -70,8 +73,8 @@ class ServedScene(FaultScene):
 
     runner = "paddle"
 
-    def __init__(self, mode: str, folder: Path) -> None:
-        super().__init__(mode, PADDLE_DEADLINES)
+    def __init__(self, setting: tuple[str, str], folder: Path) -> None:
+        super().__init__(setting, PADDLE_DEADLINES)
         self._folder = folder
 
     def open(self, stack: ExitStack) -> tuple[int, Path]:
@@ -79,7 +82,7 @@ class ServedScene(FaultScene):
         self._versions = itertools.cycle([(model, reference_of(model)) for model in models])
         place = self._folder / "engine"
         self._engine = stack.enter_context(
-            FaultyServedEngine(models[-1], place, apply_mode=self.mode, deadlines=self.deadlines)
+            FaultyServedEngine(models[-1], place, setting=self.setting, deadlines=self.deadlines)
         )
         self._engine.await_ready()
         return self._engine.board_port, self._engine.channel

@@ -142,6 +142,10 @@ class FaultScene(ABC):
     def see(self) -> Seen: ...
 
     @abstractmethod
+    def last_words(self) -> str:
+        """What the engine complained about last."""
+
+    @abstractmethod
     def hit(self, case: Case) -> str:
         """The tensor whose byte is changed: each rank has its own part of it."""
 
@@ -197,7 +201,7 @@ class FaultScene(ABC):
         try:
             self._play(case, row)
         except (SceneError, FastDeployRLError, FutureTimeoutError, OSError) as error:
-            row.failures.append(f"{type(error).__name__}: {error}")
+            row.failures.append(f"{type(error).__name__}: {error}\n{self.last_words()}")
             row.is_broken = True
         return row
 

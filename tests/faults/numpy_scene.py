@@ -48,6 +48,9 @@ def _turned(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(value.T) if name in _TURNED else value for name, value in weights.items()}
 
 
+_TOLD_LINES = 40
+
+
 class NumpyScene(FaultScene):
     """Channel and log are made in `folder`, which there is."""
 
@@ -97,6 +100,9 @@ class NumpyScene(FaultScene):
         status = self.client.status()
         held = tuple({name: bytes.fromhex(text) for name, text in dump.items()} for dump in dumps)
         return Seen(held, tuple(tokens), status.is_serving, status.admission)
+
+    def last_words(self) -> str:
+        return "\n".join((self._folder / "log").read_text(errors="replace").splitlines()[-_TOLD_LINES:])
 
     def hit(self, case: Case) -> str:
         return _HIT_STAGED if case.act is Act.FLIP_STAGED else _HIT

@@ -106,6 +106,9 @@ class ServedScene(FaultScene):
         status = self.client.status()
         return Seen(held, (token,) * NUM_RANKS, status.is_serving, status.admission)
 
+    def last_words(self) -> str:
+        return self._engine.logs()
+
     def hit(self, case: Case) -> str:
         return _HIT
 

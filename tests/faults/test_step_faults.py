@@ -3,19 +3,24 @@ rank, kind, mode and end meet. `scripts/faults` plays all of them.
 
 An engine of real processes lives through all cases of its mode; raw bytes of every rank are the judge."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fastdeploy_rl.config import KEEP
 from tests.faults.fault_cases import (
+    COMMIT,
     ENDS,
     KINDS,
     MODES,
     NUM_RANKS,
     SETTINGS,
     STEPS,
+    Case,
     all_cases,
     covering_sample,
+    promised,
 )
 from tests.faults.fault_judge import TORN, Reference, Seen, differ_everywhere, outcome_of
 from tests.faults.fault_scene import play_all
@@ -45,6 +50,44 @@ def test_the_sample_has_every_two_facts_together_that_a_case_has() -> None:
         pairs = [{tuple(getattr(case, fact) for fact in facts) for case in cases} for cases in (_SAMPLE, all_cases())]
         assert pairs[0] == pairs[1]
     assert len(_SAMPLE) < len(all_cases()) / 5
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+_PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+_ROWS: dict[str, Callable[[Case], bool]] = {
+    "killed": lambda case: case.kind == "kill",
+    "stopped until after the deadline": lambda case: case.kind == "stall",
+    "a step fails once": lambda case: case.kind in ("raise", "no_memory") and not case.is_lasting,
+    "a step fails and fails again: no memory, no room on the disk": lambda case: case.is_lasting,
+    "its record on the board is overwritten, or the record's counter": lambda case: case.what in ("record", "counter"),
+    "a published byte changes before it is read": lambda case: case.what == "source" and case.when == "begin",
+    "a published byte changes after it was read, mode copy": lambda case: _is_late_source(case, "copy"),
+    "a published byte changes after it was read, mode alias": lambda case: _is_late_source(case, "alias"),
+    "a staged byte changes in the rank's own memory, mode alias": lambda case: case.what == "staged",
+    "a live byte changes between install and verify, mode copy": lambda case: _is_live_byte(case, "copy"),
+    "a live byte changes between install and verify, mode alias": lambda case: _is_live_byte(case, "alias"),
+}
+
+
+def _is_late_source(case: Case, mode: str) -> bool:
+    return (case.what, case.when, case.mode) == ("source", "end", mode)
+
+
+def _is_live_byte(case: Case, mode: str) -> bool:
+    return (case.what, case.mode) == ("parameter", mode)
+
+
+def test_the_table_of_the_page_is_what_is_expected_here() -> None:
+    """Of a live engine that can go back. Every case is in exactly one row."""
+    cases = [case for case in all_cases() if case.base == "live" and case.rollback == KEEP]
+    assert all(sum(is_meant(case) for is_meant in _ROWS.values()) == 1 for case in cases)
+    for name, is_meant in _ROWS.items():
+        ours = [case for case in cases if is_meant(case)]
+        early = {promised(case) for case in ours if case.step != COMMIT}
+        late = {promised(case) for case in ours if case.step == COMMIT}
+        cells = [name, *("".join(*outcomes) if outcomes else "-" for outcomes in (early, late))]
+        assert f"| {' | '.join(cells)} |\n" in _PAGE.read_text()
 
 
 # --- the judge can fail ----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 from fastdeploy_rl.errors import SegmentError
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
-ABI = 3
+ABI = 4
 MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
@@ -151,6 +151,7 @@ class StatusRecord(NamedTuple):
     source: str
     legacy_status: int
     pending: int
+    shown: int
     is_serving: int
     commands_done: int
     command: int
@@ -201,7 +202,7 @@ class RankRecord(NamedTuple):
 
 
 _FORMATS: dict[type, str] = {
-    StatusRecord: "16s16s64s64s64s32sqqqQQ1024s",
+    StatusRecord: "16s16s64s64s64s32sqqqqQQ1024s",
     CommandRecord: "QQQQq64s",
     RequestRecord: "QQQq64s",
     OutcomeRecord: "QQ64s2048s",

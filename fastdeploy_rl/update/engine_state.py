@@ -103,8 +103,9 @@ class EngineState:
         with self._lock:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
-            is_known = record.legacy_status in set(LegacyStatus) and not record.pending
-            self._shown = LegacyStatus(record.legacy_status) if is_known else LegacyStatus.NORMAL
+            # Not what the word was to read: that may be UPDATING, and in the word a command that reads alike.
+            is_known = record.shown in set(LegacyStatus) and not record.pending
+            self._shown = LegacyStatus(record.shown) if is_known else LegacyStatus.NORMAL
             found = self._weights_word.load()
             if found in (LegacyStatus.NORMAL, LegacyStatus.CLEARED):
                 self._shown = LegacyStatus(found)  # no command; it died between its record and the word
@@ -241,25 +242,32 @@ class EngineState:
         """Writes the status record and then the words, so that
         whoever a word wakes reads a record that is not older."""
         with self._lock:
-            answer = answer_at_admission(self.lifecycle)
-            is_fenced = self.lifecycle.admission is Admission.FENCED
-            record = layout.StatusRecord(
-                admission=self.lifecycle.admission.value,
-                update=self.lifecycle.update.value,
-                version=self.live_version,
-                last_version=self.last_version,
-                content_digest=self.content_digest,
-                source=self.source,
-                legacy_status=legacy_word(self.lifecycle, self._pending),
-                pending=self._pending or 0,
-                is_serving=int(answer.is_served),
-                commands_done=self.commands_done,
-                command=self.command,
-                reason=f"{answer.reason}: {self._reason}" if is_fenced else answer.reason,
-            )
-            self._board.write(record, layout.STATUS_OFFSET)
+            noted = self._shown
+            self._write_record()
             self._show_others()
-            self._exchange(self._shown)
+            self._exchange(noted)
+            if self._shown is not noted:
+                self._write_record()  # for a rank 0 to come: from here on that value in the word is ours
+
+    def _write_record(self) -> None:
+        answer = answer_at_admission(self.lifecycle)
+        is_fenced = self.lifecycle.admission is Admission.FENCED
+        record = layout.StatusRecord(
+            admission=self.lifecycle.admission.value,
+            update=self.lifecycle.update.value,
+            version=self.live_version,
+            last_version=self.last_version,
+            content_digest=self.content_digest,
+            source=self.source,
+            legacy_status=legacy_word(self.lifecycle, self._pending),
+            pending=self._pending or 0,
+            shown=self._shown,
+            is_serving=int(answer.is_served),
+            commands_done=self.commands_done,
+            command=self.command,
+            reason=f"{answer.reason}: {self._reason}" if is_fenced else answer.reason,
+        )
+        self._board.write(record, layout.STATUS_OFFSET)
 
     def _exchange(self, expected: int) -> None:
         wanted = legacy_word(self.lifecycle, self._pending)

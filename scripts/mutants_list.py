@@ -33,6 +33,11 @@ _FAULTY = "tests/process/test_faulty_sources.py"
 _UPDATES = "tests/process/test_update_numpy.py"
 _MISSED = "tests/process/test_missed_and_fenced.py"
 _DEATH = "tests/process/test_rank_death.py"
+_VERIFY, _WORD, _LAWS = (
+    "tests/unit/test_verify.py",
+    "tests/unit/test_engine_state.py",
+    "tests/process/test_laws_of_ranks.py",
+)
 _ONE_FAULT = f"{_FAULTY}::test_a_fault_at_one_rank_leaves_every_rank_on_its_version"
 _LATE = f"{_MISSED}::test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on"
 _A_TO_B = f"{_UPDATES}::test_a_to_b_to_a_is_bitwise_on_every_rank"
@@ -188,7 +193,7 @@ MUTANTS = (
         _STEPS,
         "    if update.apply_mode != COPY:\n        return 0\n",
         "    if update.apply_mode:\n        return 0\n",
-        _UNDO,
+        f"{_VERIFY}::test_a_byte_of_a_copy_that_changed_after_the_install_is_found_before_the_vote",
     ),
     _mutant(
         "binding_not_verified",
@@ -196,7 +201,7 @@ MUTANTS = (
         _STEPS,
         "if astray or len(bound) != len(weights.views):",
         "if False:",
-        _UNDO,
+        f"{_VERIFY}::test_a_parameter_that_is_bound_elsewhere_than_staged_is_found_before_the_vote",
     ),
     _mutant(
         "audit_skipped",
@@ -204,7 +209,7 @@ MUTANTS = (
         _MANAGER,
         "elif not self._is_audited:",
         "elif not self._is_audited and self.rank > 99:",
-        _FAULTY,
+        f"{_LAWS}::test_memory_that_changes_between_verify_and_commit_is_found_after_it_and_fences",
     ),
     _mutant(
         "kv_cache_kept",
@@ -212,7 +217,7 @@ MUTANTS = (
         _STEPS,
         "update.runner.rebuild_kv_cache(_known(update.new).content_digest)",
         "pass",
-        _UNDO,
+        f"{_VERIFY}::test_the_kv_cache_is_filled_anew_under_the_digest_of_the_new_weights",
     ),
     _mutant(
         "staged_never_released",
@@ -237,7 +242,7 @@ MUTANTS = (
         _MANAGER,
         "self._attempt(runner.unbind)",
         "pass",
-        _MISSED,
+        f"{_LAWS}::test_a_fenced_rank_drops_everything_before_it_says_that_it_has_finished",
     ),
     _mutant(
         "fence_keeps_kv_cache",
@@ -245,7 +250,7 @@ MUTANTS = (
         _MANAGER,
         "self._attempt(runner.drop_kv_cache)",
         "pass",
-        _MISSED,
+        f"{_LAWS}::test_a_fenced_rank_drops_everything_before_it_says_that_it_has_finished",
     ),
     _mutant(
         "fenced_reads_cleared",
@@ -268,8 +273,8 @@ MUTANTS = (
         "CLEARED is shown when every rank has freed weights and KV cache",
         _COORDINATOR,
         "        self.state.pause()\n",
-        "        self.state.clear(0)\n",
-        "tests/process/test_cancelled.py::test_a_clear_that_timed_out_never_comes_to_pass",
+        "        self.state.pause()\n        self.state.weights_word.store(-2)\n",
+        f"{_LAWS}::test_cleared_is_not_shown_while_one_rank_has_not_freed_its_memory",
     ),
     _mutant(
         "word_not_compared",
@@ -277,7 +282,7 @@ MUTANTS = (
         _STATE,
         "self._weights_word.exchange(expected, wanted)",
         "self._weights_word.exchange(self._weights_word.load(), wanted)",
-        "tests/process/test_legacy_word.py",
+        _WORD,
     ),
     _mutant(
         "equal_stores_run_twice",
@@ -285,7 +290,7 @@ MUTANTS = (
         _STATE,
         "self._pending, self._shown = LegacyCommand(value), LegacyStatus(value)",
         "self._pending = LegacyCommand(value)",
-        "tests/process/test_legacy_word.py::test_clear_and_update_by_the_word",
+        _WORD,
     ),
     # --- the board -------------------------------------------------------------------------------------
     _mutant(
@@ -318,7 +323,7 @@ MUTANTS = (
         _REQUESTS,
         "return min(submitted)[1:] if submitted else None",
         "return max(submitted)[1:] if submitted else None",
-        "tests/process/test_board_pressure.py",
+        f"{_LAWS}::test_requests_are_carried_out_in_the_order_in_which_they_were_asked_for",
     ),
     _mutant(
         "request_forgotten",
@@ -326,7 +331,7 @@ MUTANTS = (
         _REQUESTS,
         "left.append(BoardRequest(board, slot, layout.slot_token(word), record))",
         "continue",
-        f"{_DEATH}::test_an_update_in_flight_ends_at_once_when_a_rank_dies[0]",
+        f"{_LAWS}::test_a_request_that_was_begun_by_a_rank_0_that_died_is_found_by_the_next_one",
     ),
     # --- a dead rank -----------------------------------------------------------------------------------
     Mutant(
@@ -344,7 +349,31 @@ MUTANTS = (
         _RECOVERY,
         "if merged.content_digest != committed.content_digest:",
         "if False:",
-        _DEATH,
+        f"{_LAWS}::test_a_rank_that_comes_back_with_other_weights_than_it_left_fences",
+    ),
+    _mutant(
+        "silent_rank_left_alone",
+        "a rank that is silent after the install is condemned, and comes back to what was committed",
+        _CONDUCTOR,
+        "self._condemn(rank)",
+        "pass",
+        f"{_LAWS}::test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back[2]",
+    ),
+    _mutant(
+        "silent_leader_left_alone",
+        "rank 0 is looked after by the next rank",
+        _MANAGER,
+        "self._board.condemn(0)",
+        "pass",
+        f"{_LAWS}::test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back[0]",
+    ),
+    _mutant(
+        "death_not_looked_for",
+        "death is a lost lock, also where nobody starts ranks again",
+        _RECOVERY,
+        "self._rendezvous.mark_lost(rank)",
+        "pass",
+        f"{_DEATH}::test_a_dead_rank_that_nobody_starts_again_fences",
     ),
     # --- leases and the channel ------------------------------------------------------------------------
     _mutant(
@@ -395,7 +424,7 @@ MUTANTS = (
         _IPC,
         "mapped or SharedSegment.attach(segment.locator)",
         "mapped or SharedSegment.attach(segment.locator, writable=True)",
-        _OF_IPC,
+        f"{_OF_IPC}::TestIpcSource::test_staged_memory_cannot_be_written",
     ),
     _mutant(
         "always_vouched",
@@ -412,6 +441,14 @@ MUTANTS = (
         "            self._on_change(row)\n            segment = self._fit(row, num_bytes)\n",
         "            segment = self._fit(row, num_bytes)\n",
         f"{_OF_IPC}::test_a_former_version_is_withdrawn_before_a_byte_of_its_arena_is_written",
+    ),
+    _mutant(
+        "unannounced_taken",
+        "what is newer than the latest version was announced by nobody",
+        _IPC,
+        "if version < latest else None",
+        "if version != latest else None",
+        f"{_OF_IPC}::test_a_manifest_that_was_never_the_latest_is_not_found",
     ),
     _mutant(
         "epoch_not_counted",
@@ -435,7 +472,7 @@ MUTANTS = (
         _CHANNEL,
         "os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK",
         "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK",
-        "tests/unit/test_channel.py",
+        "tests/unit/test_channel.py::test_a_latest_that_is_a_symbolic_link_is_refused",
     ),
     # --- proof -----------------------------------------------------------------------------------------
     _mutant(

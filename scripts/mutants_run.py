@@ -13,6 +13,7 @@ what it makes of it is no program, or pytest did not come as far as a test; 0 ot
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ def main() -> int:
         return 0
     mutants = [mutant for mutant in MUTANTS if not arguments.names or mutant.name in arguments.names]
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: nothing is left behind
     try:
         rows = _play(mutants)
     except MutantsError as error:

@@ -24,7 +24,7 @@ import mutants_probe
 from tests.process.private_shm import private_shm
 
 _SHM_BYTES = 4 << 30
-_RUN_S = 300.0
+_RUN_S = 600.0
 _GIT_S = 60.0
 _NATIVE = "fastdeploy_rl/_native*.so"
 _NOT_A_KILL = re.compile(r"\b(SyntaxError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError)\b")

@@ -8,8 +8,10 @@ import pytest
 from served_model import write_tiny_llama
 
 from fastdeploy_rl.board.board import Leftovers
-from fastdeploy_rl.cli import serve
+from fastdeploy_rl.cli import main, serve
 from fastdeploy_rl.cli.serve import StartSummary, summarize
+from fastdeploy_rl.engines.embedded import supervisor
+from fastdeploy_rl.engines.embedded.messages import Ready
 from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, check_model
 from fastdeploy_rl.memory.owner_lock import Owner
 
@@ -58,7 +60,14 @@ def test_people_read_one_block_with_all_of_it(
     text = capsys.readouterr().out
     for words in (str(config.model_dir), "ipc, apply mode auto", str(config.channel), "http://127.0.0.1:8180", "8182"):
         assert words in text
-    for words in ("3 at once, 256 tokens each", "of weights, up to", "of KV cache", "free", "serverlog"):
+    for words in (
+        "3 at once, 256 tokens each",
+        "of weights, up to",
+        "of KV cache",
+        "free",
+        "serverlog",
+        "death: restart",
+    ):
         assert words in text
     assert "of a dead engine (pid 4711" in text
     assert "fastdeploy_rl_board.8182" in text
@@ -81,6 +90,26 @@ def test_programs_read_one_document_with_every_field(
     assert told["event"] == "starting"
     assert set(StartSummary.__struct_fields__) < set(told)
     assert "pid 4711" in told["reclaimed"]
+
+
+@pytest.mark.parametrize(("flags", "policy"), [((), "restart"), (("--on-worker-death", "stop"), "stop")])
+def test_the_command_line_says_what_follows_a_death(
+    flags: tuple[str, ...], policy: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ServeConfig] = []
+    monkeypatch.setattr(supervisor, "serve", lambda config, announcer: asked.append(config))
+    assert main(["serve", "--model", str(model_dir), "--json", *flags]) == 0
+    assert [config.on_worker_death for config in asked] == [policy]
+
+
+def test_lost_and_returned_workers_are_told_to_people_and_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    for announcer in (serve._TextAnnouncer(8182), serve._JsonAnnouncer()):
+        announcer.rank_lost(1, "rank 1 (pid 7) was killed by SIGKILL; see log/workerlog.1")
+        announcer.rank_back(Ready(1, 0, 2.5))
+    lost, back, *documents = capsys.readouterr().out.splitlines()
+    assert lost == "lost rank 1 (pid 7) was killed by SIGKILL; see log/workerlog.1; starting rank 1 again"
+    assert back == "rank 1 is back after 2.5 s"
+    assert [json.loads(line)["event"] for line in documents] == ["rank_lost", "rank_back"]
 
 
 def test_the_log_has_the_same_in_one_line(

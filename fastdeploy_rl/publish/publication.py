@@ -96,7 +96,8 @@ class PublishObserver(Protocol):
 
 
 def run(publication: Publication, observer: PublishObserver | None) -> Found:
-    """All steps, in order. What fails before the version is announced is undone, back to the first step."""
+    """All steps, in order. What fails before the version is announced is undone, back to the first step; a step that
+    cannot be undone keeps no other from it."""
     begun: list[PublishStep] = []
     try:
         for step in steps_of(publication.around.part, publication.wish.is_borrowed):
@@ -108,8 +109,9 @@ def run(publication: Publication, observer: PublishObserver | None) -> Found:
                 observer.end(step)
     except BaseException:
         if not _is_announced(publication):
-            for step in reversed(begun):
-                step.undo(publication)
+            with ExitStack() as undoing:
+                for step in begun:
+                    undoing.callback(step.undo, publication)
         raise
     finally:
         publication.decision.close()

@@ -21,11 +21,12 @@ from fastdeploy_rl.errors import (
     LifecycleError,
     NoPublicationError,
     NoSpaceError,
+    SegmentError,
     TrainerError,
 )
 from fastdeploy_rl.memory import shared_segment
 from fastdeploy_rl.publish import publication
-from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.publish.leases import LeaseTable
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.publish.trainer_memory import TrainerMemory
@@ -378,6 +379,31 @@ def test_a_borrowed_publication_that_breaks_off_gives_the_memory_back(
     assert _line(holder) == "held 1.2"
     holder.communicate("\n", timeout=60)
     assert holder.returncode == 0
+
+
+def test_a_manifest_that_cannot_be_removed_keeps_no_memory_from_the_trainer(
+    channel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LATEST cannot be written, and then the manifest cannot be taken away: the memory is the trainer's all the same,
+    and the next version is published from it."""
+    with WeightPublisher(channel) as publisher:
+        memory = publisher.allocate(WANTED)
+        _train(memory, 1)
+
+        def break_off(place: Channel, latest: Latest) -> None:
+            (place.path / latest.file).unlink()
+            (place.path / latest.file).mkdir()
+            raise OSError("broke off")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "write_latest", break_off)
+            with pytest.raises(SegmentError, match="cannot be removed"):
+                publisher.publish(memory, step=1, borrow=True)
+        assert not (channel / "LATEST").exists()
+        [directory] = channel.glob("manifest-*")
+        directory.rmdir()
+        published = publisher.publish(memory, step=1, borrow=True)
+        assert json.loads(_latest(channel))["version"] == str(published.version)
 
 
 @pytest.mark.parametrize(

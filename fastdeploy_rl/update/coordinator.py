@@ -338,7 +338,7 @@ class Coordinator:
 
     def _restore(self, deadline_ns: int) -> CommandOutcome:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
-        version is committed there is nothing to bring back."""
+        version is committed there is nothing to bring back, and what a fence could not drop without the dead is."""
         committed = self.state.committed
         if committed is not None:
             self.state.fence(self._recovery.reason(), is_torn=False)
@@ -348,6 +348,8 @@ class Coordinator:
             if outcome.receipt is not None:
                 self._keep_receipt(outcome.receipt)
             self.state.start(committed)
+        elif outcome.outcome is Outcome.DONE and self.state.is_fenced and not self.state.is_cleared:
+            self._drop_everything()
         return outcome
 
     def _clear(self, request: CommandRequest) -> CommandOutcome:
@@ -407,8 +409,6 @@ class Coordinator:
         except FastDeployRLError as silent:
             _log.error("event=unfinished reason=%r", str(silent))
         restored = self._serve(RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s)))
-        if self.state.is_fenced and restored.outcome is Outcome.DONE:
-            self._drop_everything()  # it was fenced before, and may have been about to do that
         for request in left:
             is_done = is_committed and request.is_meant_by(last)
             self._tell(request, "", self._told_after_death(request, is_done, restored), 0.0)

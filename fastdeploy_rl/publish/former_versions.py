@@ -76,19 +76,13 @@ def is_standing(channel: Channel, segments: Sequence[Segment]) -> bool:
         try:
             for segment in segments:
                 if segment.publisher not in tables:
-                    tables[segment.publisher] = _opened(channel, segment.publisher, stack)
+                    table = LeaseTable(channel.leases_of(segment.publisher), channel.holders_dir)
+                    tables[segment.publisher] = stack.enter_context(table)
                 if not _holds(tables[segment.publisher], segment):
                     return False
         except (NoPublicationError, SegmentError):
             return False  # no such table, or no such row in it
     return True
-
-
-def _opened(channel: Channel, publisher: int, stack: ExitStack) -> LeaseTable:
-    table = LeaseTable(channel.leases_of(publisher), channel.holders_dir)
-    table.open()
-    stack.callback(table.close)
-    return table
 
 
 def _holds(table: LeaseTable, segment: Segment) -> bool:

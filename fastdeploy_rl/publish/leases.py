@@ -103,7 +103,8 @@ class Lease:
 
 
 class LeaseTable:
-    """The mapped table of one channel. Readers `take`; the one live publisher uses the rest."""
+    """The mapped table of one publisher of a channel; `with` opens one that is there. Readers `take`; the one live
+    publisher uses the rest."""
 
     def __init__(self, path: Path, holders_dir: Path) -> None:
         self.path = path
@@ -174,6 +175,15 @@ class LeaseTable:
             self._mapping.close()
             self._mapping = None
             os.close(self._fd)
+
+    def __enter__(self) -> "LeaseTable":
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def _words(self) -> Mapping:

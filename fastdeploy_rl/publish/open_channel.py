@@ -200,9 +200,7 @@ class OpenChannel:
     def _emptied(self, index: int) -> int:
         """Under that publisher's lock: its memory and files are gone; bytes of memory."""
         with ExitStack() as stack:
-            table = LeaseTable(self.channel.leases_of(index), self.channel.holders_dir)
-            table.open()
-            stack.callback(table.close)
+            table = stack.enter_context(LeaseTable(self.channel.leases_of(index), self.channel.holders_dir))
             withdraw = partial(self._former.withdraw, index)
             shelf = ArenaShelf(table, self.channel.key, self._epoch, NUM_ARENAS, index, withdraw)
             stack.callback(shelf.close)

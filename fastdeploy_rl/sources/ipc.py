@@ -33,7 +33,6 @@ class IpcSource:
         self._resolved: tuple[Latest, Manifest] | None = None
         self._reader: _ChannelReader | None = None
         self._replaced: list[_ChannelReader] = []
-        self._staged: list[IpcStaged] = []
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
         """What `LATEST` names, or a former version whose memory is intact. NoPublicationError when nothing is published
@@ -78,9 +77,7 @@ class IpcSource:
         self._close_idle_replaced()
         if self._reader is None:
             self._reader = _ChannelReader.open(self._channel)
-        staged = self._reader.stage(resolved.manifest)
-        self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
-        return staged
+        return self._reader.stage(resolved.manifest)
 
     def trim(self) -> None:
         """Unmaps the segments that nobody uses now."""
@@ -91,10 +88,9 @@ class IpcSource:
     def close(self) -> None:
         """Releases what is staged and this process's standing as a holder. SegmentError while parameters still lie in
         published memory: the leases then stay, so that nobody overwrites it; unbind and close again."""
-        while self._staged:
-            self._staged[-1].release()
-            self._staged.pop()
         readers = [*self._replaced, *([self._reader] if self._reader else [])]
+        for reader in readers:
+            reader.release()
         self._replaced, self._reader = [], None
         for reader in readers:
             reader.close()
@@ -183,7 +179,7 @@ class _ChannelReader:
     def open(cls, channel: Channel) -> "_ChannelReader":
         channel.check()
         with ExitStack() as stack:
-            table = _opened_table(channel, 0, stack)
+            table = stack.enter_context(LeaseTable(channel.leases_of(0), channel.holders_dir))
             holder = stack.enter_context(Holder(channel.holders_dir))
             return cls(channel, {0: table}, holder, stack.pop_all())
 
@@ -206,6 +202,11 @@ class _ChannelReader:
     def is_current(self) -> bool:
         """False when the channel, or one of its tables, was removed or made anew since."""
         return all(table.is_at_path for table in self._tables.values())
+
+    def release(self) -> None:
+        """What is staged here; SegmentError as `IpcStaged.release` gives it, then a later call goes on."""
+        for staged in self._staged:
+            staged.release()
 
     def trim(self) -> None:
         while self._kept:
@@ -244,7 +245,8 @@ class _ChannelReader:
     def _table(self, publisher: int) -> LeaseTable:
         """The lease table of one of the processes that publish together, opened when first needed."""
         if publisher not in self._tables:
-            self._tables[publisher] = _opened_table(self._channel, publisher, self._resources)
+            table = LeaseTable(self._channel.leases_of(publisher), self._channel.holders_dir)
+            self._tables[publisher] = self._resources.enter_context(table)
         return self._tables[publisher]
 
     def _map(self, segment: Segment, undo: ExitStack) -> SharedSegment:
@@ -270,10 +272,3 @@ def _check_unused(segment: SharedSegment) -> None:
             f"published segment {segment.name!r} is still in use: "
             f"{segment.mapping.num_exports} arrays or tensors lie in it"
         )
-
-
-def _opened_table(channel: Channel, publisher: int, resources: ExitStack) -> LeaseTable:
-    table = LeaseTable(channel.leases_of(publisher), channel.holders_dir)
-    table.open()
-    resources.callback(table.close)
-    return table

@@ -8,9 +8,11 @@ A store is whatever others can see: bytes of a record, a word, a bell, a file, a
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +76,9 @@ class Actor:
     def kill(self, last_words: str = "killed") -> None:
         with self._changed:
             if not self.is_dead:
-                self.is_dead, self.last_words = True, last_words
                 for lock in self.locks():
                     _free(lock)
+                self.last_words, self.is_dead = last_words, True  # last: others look at it without our lock
             self._changed.notify_all()
 
     def bury(self) -> None:
@@ -104,6 +106,13 @@ class Actor:
                 self._lie_still()
             self.stores += 1
 
+    @contextlib.contextmanager
+    def locking(self, what: str) -> Iterator[None]:
+        """A store in whose middle nobody dies: it takes a lock, which is found and set free only afterwards."""
+        with self._changed:
+            self.store(what)
+            yield
+
     def is_dying(self) -> bool:
         """The next store is the one that is not made."""
         return self.stores >= self._last and not self.is_dead
@@ -121,6 +130,18 @@ def _free(lock: OwnerLock) -> None:
     fd, lock._fd = lock._fd, -1
     if fd >= 0:
         os.close(fd)
+
+
+class ActorLock(OwnerLock):
+    """A lock of an actor that says so in its `locks`."""
+
+    def __init__(self, path: Path, actor: Actor) -> None:
+        super().__init__(path)
+        self._actor = actor
+
+    def acquire(self) -> None:
+        with self._actor.locking(f"lock {self.path.name}"):
+            super().acquire()
 
 
 class CrashingBoard(Board):
@@ -224,8 +245,8 @@ class ActorSource(IpcSource):
         return super().resolve(version, deadline_ns=deadline_ns)
 
     def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> StagedSource:
-        self._actor.store("leases")
-        return super().stage(resolved, plan, deadline_ns=deadline_ns)
+        with self._actor.locking("leases"):
+            return super().stage(resolved, plan, deadline_ns=deadline_ns)
 
     def held_locks(self) -> list[OwnerLock]:
         return [reader._holder._lock for reader in self._readers()]
@@ -257,4 +278,5 @@ def join(thread: threading.Thread, seconds: float = 20.0) -> None:
     with contextlib.suppress(RuntimeError):  # never started
         thread.join(seconds)
     if thread.is_alive():
-        raise AssertionError(f"thread {thread.name} does not end")
+        frame = sys._current_frames().get(thread.ident or 0)
+        raise AssertionError(f"thread {thread.name} does not end:\n{''.join(traceback.format_stack(frame))}")

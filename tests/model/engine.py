@@ -24,7 +24,16 @@ from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerC
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.update.coordinator import Coordinator
 from fastdeploy_rl.version import WeightVersion
-from tests.model.actors import Actor, ActorDiedError, ActorFiles, ActorSource, CrashingBoard, CrashingWord, join
+from tests.model.actors import (
+    Actor,
+    ActorDiedError,
+    ActorFiles,
+    ActorLock,
+    ActorSource,
+    CrashingBoard,
+    CrashingWord,
+    join,
+)
 from tests.model.actors import wait_until as wait_until
 from tests.process.numpy_engine import free_port, held_bytes
 
@@ -61,6 +70,7 @@ class ActorManager(DynamicWeightManager):
         super().__init__(**arguments)  # type: ignore[arg-type]
         self._actor = actor
         self._files = ActorFiles(self._board.run_dir, actor)
+        self._lock = ActorLock(self._lock.path, actor)
 
     def _new_coordinator(self) -> Coordinator:
         coordinator = super()._new_coordinator()

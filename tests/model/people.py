@@ -25,7 +25,7 @@ from fastdeploy_rl.report import UpdateReport
 from fastdeploy_rl.testing.step_faults import flip
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import client_lock_path
-from tests.model.actors import Actor, ActorDiedError, CrashingBoard, join
+from tests.model.actors import Actor, ActorDiedError, ActorLock, CrashingBoard, join
 from tests.model.engine import MODEL
 
 _AXES = {spec.name: spec.shard_axis for spec in MODEL.specs}
@@ -42,8 +42,9 @@ class ActorClient(BoardClient):
         with ExitStack() as stack:
             board = CrashingBoard.attach_for(self._port, self._actor)
             stack.callback(board.close)
-            lock = stack.enter_context(OwnerLock(client_lock_path(board.run_dir, self._token)))
+            lock = ActorLock(client_lock_path(board.run_dir, self._token), self._actor)
             self._actor.locks = lambda: [lock]
+            stack.enter_context(lock)
             self._open_board, self._stack = board, stack.pop_all()
         return self
 
@@ -69,9 +70,9 @@ class Request:
         return self
 
     def _ask(self) -> None:
+        self._client = ActorClient(self.port, self.actor)
         try:
-            with ActorClient(self.port, self.actor) as client:
-                self._client = client
+            with self._client as client:
                 self._ask_as(client)
         except FastDeployRLError as error:
             self.error = error
@@ -106,8 +107,9 @@ class Request:
 
     def bury(self) -> None:
         self.actor.bury()
-        if self.actor.is_dead:
-            self._client.__dict__["_open_board"] and self._client._open_board.forsake()
+        board = self._client._open_board
+        if self.actor.is_dead and board is not None:
+            board.forsake()
         join(self.thread)
 
 
@@ -243,15 +245,20 @@ class Foreigner:
         self.has_updated = False
 
     def write(self, value: int) -> None:
-        before = self.num_ended(value)
+        """What the engine shows, or is carrying out, is not to be told from a store of the same value: it coalesces."""
+        before, is_shown = self.num_ended(value), self._shown() == value
+        self.has_updated = self.has_updated or value == LegacyStatus.UPDATING
         found = self._word.load()
         while found != value:
             met = _native.compare_exchange_i32(self._word.mapping, 0, found, value)
             if met == found:
-                self.last = (value, before)
-                self.has_updated = self.has_updated or value == LegacyStatus.UPDATING
+                self.last = None if is_shown else (value, before)
                 return
             found = met
+
+    def _shown(self) -> int:
+        with BoardClient(self._port) as client:
+            return LegacyStatus[client.status().legacy_status]
 
     def num_ended(self, value: int) -> int:
         kind = {LegacyStatus.UPDATING: "update", LegacyStatus.CLEARING: "clear"}.get(value)

@@ -80,7 +80,7 @@ MUTANTS = (
         _MANAGER,
         "if self._decision(Question.INSTALL, record) is Decision.YES:",
         "if self._decision(Question.INSTALL, record) is not Decision.OPEN:",
-        f"{_ONE_FAULT}[stage breaks-alias]",
+        f"{_LAWS}::test_an_update_that_one_rank_refuses_stalls_none[alias]",
     ),
     _mutant(
         "no_undo_on_rank_2",
@@ -88,7 +88,7 @@ MUTANTS = (
         _MANAGER,
         "self._follow(command.commit if is_committed else command.undo)",
         "self._follow(command.commit if is_committed or self.rank == 2 else command.undo)",
-        f"{_LATE}[0]",
+        f"{_LAWS}::test_every_rank_goes_back_when_one_fails_after_all_have_installed[copy]",
     ),
     _mutant(
         "undo_after_yes",
@@ -144,7 +144,7 @@ MUTANTS = (
         _CONDUCTOR,
         "self._rendezvous.await_votes(self._unfinished, Ballot.FINISHED, deadline_ns, excused=excused)",
         "pass",
-        f"{_MISSED}::test_a_rank_that_is_silent_while_staging_only_rejects",
+        "tests/unit/test_conductor.py",
     ),
     # --- steps and their undoing -----------------------------------------------------------------------
     _mutant(

@@ -13,9 +13,12 @@ from fastdeploy_rl.board.layout import SlotState
 from fastdeploy_rl.board.legacy import LegacySignal
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.engines.numpy.runner import random_weights
-from fastdeploy_rl.errors import DeadlineExceededError, FencedError, PeerLostError
+from fastdeploy_rl.errors import DeadlineExceededError, FencedError, NoSpaceError, PeerLostError, StepFailedError
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.report import UpdateReport
+from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.sources.ipc import IpcSource
+from fastdeploy_rl.testing.faulty_source import Fail, FaultySource
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import next_board_request, running_requests
 from tests.process.answering import await_states
@@ -23,6 +26,7 @@ from tests.process.numpy_engine import NumpyEngine, free_port
 from tests.process.test_missed_and_fenced import wait_until
 from tests.process.test_rank_death import check_whole, kill, scene
 from tests.process.test_update_numpy import MODEL, publish
+from tests.process.threaded_engine import ThreadedEngine
 
 
 def test_cleared_is_not_shown_while_one_rank_has_not_freed_its_memory(tmp_path: Path):
@@ -180,6 +184,46 @@ def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(tmp
             client.update(deadline_s=0.5)
         wait_until(lambda: len(engine.deaths) == 1 and client.status().is_serving)
         assert engine.deaths == [rank]
+        check_whole(engine, client, random_weights(MODEL, 1), "1.1")
+        client.update()
+        check_whole(engine, client, random_weights(MODEL, 2), "1.2")
+
+
+@pytest.mark.parametrize("apply_mode", ["alias", "copy"])
+def test_an_update_that_one_rank_refuses_stalls_none(tmp_path: Path, apply_mode: str):
+    """Nothing was decided to be installed: no runner hears of it."""
+    sources = [FaultySource(IpcSource(SourceConfig(tmp_path / "channel"))) for _ in range(3)]
+    with (
+        ThreadedEngine(MODEL, sources, apply_mode) as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, random_weights(MODEL, 1), 1)
+        client.update()
+        calls = [list(runner.calls) for runner in engine.runners]
+        publish(publisher, random_weights(MODEL, 2), 2)
+        sources[1].then("stage", Fail(NoSpaceError("no room")))
+        with pytest.raises(NoSpaceError, match="rank 1: no room"):
+            client.update(deadline_s=1.0)
+        assert [runner.calls for runner in engine.runners] == calls
+        assert engine.holds(random_weights(MODEL, 1))
+
+
+@pytest.mark.parametrize("apply_mode", ["alias", "copy"])
+def test_every_rank_goes_back_when_one_fails_after_all_have_installed(tmp_path: Path, apply_mode: str):
+    with (
+        NumpyEngine(
+            MODEL, channel=tmp_path / "channel", apply_mode=apply_mode, module="fastdeploy_rl.testing.faulty_worker"
+        ) as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, random_weights(MODEL, 1), 1)
+        client.update()
+        publish(publisher, random_weights(MODEL, 2), 2)
+        assert engine.ask(1, f"fault {json.dumps({'act': 'raise', 'step': 'verify', 'when': 'end'})}") == "armed"
+        with pytest.raises(StepFailedError, match="rank 1, verify"):
+            client.update()
         check_whole(engine, client, random_weights(MODEL, 1), "1.1")
         client.update()
         check_whole(engine, client, random_weights(MODEL, 2), "1.2")

@@ -40,7 +40,8 @@ class EngineState:
         self._lock = threading.RLock()
         self._weights_word = StatusWord(WEIGHTS_WORD, board.port)
         self._other_words = [StatusWord(word, board.port) for word in (KV_CACHE_WORD, PREFIX_TREE_WORD)]
-        self._shown = LegacyStatus.NORMAL
+        self._shown: LegacyStatus | None = LegacyStatus.NORMAL
+        """What we left in the word; None where a foreign process has stored since, and what stands there is its."""
         self._pending: LegacyCommand | None = None
         self._reason = ""
         self.lifecycle = Lifecycle()
@@ -261,7 +262,7 @@ class EngineState:
             source=self.source,
             legacy_status=legacy_word(self.lifecycle, self._pending),
             pending=self._pending or 0,
-            shown=self._shown,
+            shown=self._shown or LegacyStatus.NORMAL,
             is_serving=int(answer.is_served),
             commands_done=self.commands_done,
             command=self.command,
@@ -269,11 +270,14 @@ class EngineState:
         )
         self._board.write(record, layout.STATUS_OFFSET)
 
-    def _exchange(self, expected: int) -> None:
+    def _exchange(self, expected: int | None) -> None:
+        """Puts what is true in the place of `expected`. What a foreign process stored instead is left to be taken, also
+        if it has the looks of something of ours by then."""
+        if expected is None:
+            return
         wanted = legacy_word(self.lifecycle, self._pending)
         found = self._weights_word.load() if wanted == expected else self._weights_word.exchange(expected, wanted)
-        if found == expected:
-            self._shown = wanted
+        self._shown = wanted if found == expected else None
 
     def _show_others(self) -> None:
         is_dropped = self.lifecycle.kv_cache is Residency.DROPPED

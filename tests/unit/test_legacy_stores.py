@@ -1,4 +1,5 @@
-"""The legacy word when rank 0 dies, and the next one too: what a foreign process stored is not taken for our own."""
+"""What a foreign process stored into the legacy word is not taken for our own: after another store, and when one rank 0
+dies after the other."""
 
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from fastdeploy_rl.update.engine_state import EngineState
 from tests.process.numpy_engine import free_port
 
 COMMITTED = Committed("1.1", "ab" * 32, "ipc")
-NORMAL, UPDATE, CLEARED = 0, 1, -2
+NORMAL, UPDATE, CLEAR, CLEARED = 0, 1, -1, -2
 
 
 @pytest.fixture
@@ -81,3 +82,17 @@ def test_a_word_that_lags_behind_the_record_follows_at_once(
     word.store(NORMAL)
     take_over(successors[0], board, committed=None)
     assert (word.load(), successors[0].take_legacy_command()) == (CLEARED, None)
+
+
+def test_a_command_that_was_stored_over_another_store_is_not_taken_for_the_one_before(
+    word: StatusWord, serving: EngineState
+):
+    """It reads like the one that just ended, but something else stood there when that ended."""
+    word.store(CLEAR)
+    assert serving.take_legacy_command() is LegacyCommand.CLEAR
+    word.store(UPDATE)
+    serving.end_legacy_command()
+    word.store(CLEAR)
+    assert serving.take_legacy_command() is LegacyCommand.CLEAR
+    serving.end_legacy_command()
+    assert (word.load(), serving.take_legacy_command()) == (NORMAL, None)

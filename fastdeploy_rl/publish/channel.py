@@ -49,7 +49,7 @@ _MAX_LATEST_BYTES = 4096
 _MAX_EPOCH_BYTES = 32
 _MAX_EPOCH_DIGITS = 18
 _MAX_ENTRIES = 10_000
-"""Of the directory; a publisher makes a few dozen, and who looks for one of its files looks at no more."""
+"""Whoever looks for files in the directory looks at no more than these; publishers make a few dozen."""
 _MANIFEST_NAME = re.compile(r"manifest-([0-9]{1,19}\.[0-9]{1,19})-([0-9a-f]{16})\.json", re.ASCII)
 _LEFTOVER = re.compile(r"\.(EPOCH|LATEST|OUTCOME|LEASES|manifest-.*)\.[0-9a-z]+\.tmp", re.ASCII)
 _LEASES_OF = re.compile(r"LEASES\.([1-9][0-9]{0,3})", re.ASCII)
@@ -68,10 +68,6 @@ class Channel:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    @property
-    def lock_path(self) -> Path:
-        return self.lock_of(0)
 
     @property
     def leases_path(self) -> Path:
@@ -144,13 +140,11 @@ class Channel:
         the digest. FileNotFoundError when it was superseded."""
         return self._read_checked(latest.file, latest.file_digest, latest.version, "LATEST")
 
-    def read_file(self, file: str) -> Manifest:
+    def read_manifest_file(self, file: str) -> Manifest:
         """The manifest in a file that `manifest_files` found. FileNotFoundError when it is gone, ManifestError when its
         bytes or its version are not those of its name."""
-        match = _MANIFEST_NAME.fullmatch(file)
-        if match is None:
-            raise ManifestError(f"{file[:80]!r} is no manifest of a channel")
-        return self._read_checked(file, match[2], match[1], "its name")
+        version, digest = _version_and_digest(file)
+        return self._read_checked(file, digest, version, "its name")
 
     def _read_checked(self, file: str, digest: str, version: str, said_by: str) -> Manifest:
         """`digest`: the sha256 of the bytes, or how it begins."""
@@ -165,14 +159,14 @@ class Channel:
 
     def manifest_files(self) -> list[str]:
         """The names of all manifests, in no order; of a directory with more than 10,000 entries, of some."""
-        return [name for name in self._names() if is_manifest_file(name)]
+        return [name for name in self._names() if _is_manifest(name)]
 
     def read_version(self, version: WeightVersion) -> Manifest | None:
         """The manifest of a version, the latest or a former one; None when none is here."""
         for name in self.manifest_files():
-            if name.startswith(f"manifest-{version}-"):
+            if _version_and_digest(name)[0] == str(version):
                 try:
-                    return self.read_file(name)
+                    return self.read_manifest_file(name)
                 except FileNotFoundError:
                     return None  # its memory is about to be used again
         return None
@@ -232,7 +226,7 @@ class Channel:
         """Writes the file of a manifest, whole or not at all; what `LATEST` has to say for it to be the latest."""
         data = manifests.encode(manifest)
         digest = manifests.file_digest(data)
-        latest = Latest(manifest.version, f"manifest-{manifest.version}-{digest[:16]}.json", digest)
+        latest = Latest(manifest.version, _manifest_name(manifest.version, digest), digest)
         self.replace(latest.file, data)
         return latest
 
@@ -243,11 +237,10 @@ class Channel:
     def remove_superseded(self, kept: Collection[str]) -> None:
         """Removes every manifest but the `kept` files, and what an interrupted writer left. Publisher 0 only: it would
         take half written files from under the hands of another."""
-        self._remove(lambda name: bool(_LEFTOVER.fullmatch(name)) or (is_manifest_file(name) and name not in kept))
+        self._remove(lambda name: bool(_LEFTOVER.fullmatch(name)) or (_is_manifest(name) and name not in kept))
 
     def remove_file(self, file: str) -> None:
-        """Removes one file, if it is there; of a manifest nobody who looks for its version afterwards finds it.
-        SegmentError where somebody put what is no file in its place."""
+        """Removes one file, if it is there. SegmentError where somebody put what is no file in its place."""
         try:
             (self.path / file).unlink(missing_ok=True)
         except OSError as error:
@@ -257,7 +250,7 @@ class Channel:
         """Takes the publication back: `LATEST` first, then the manifests, of former versions too."""
         self.remove_file("LATEST")
         self._sync_directory()
-        self._remove(is_manifest_file)
+        self._remove(_is_manifest)
 
     def remove_leftovers_of(self, publisher: int) -> None:
         """Removes the offer of one of several publishers, and what it left half written. Under its lock."""
@@ -330,15 +323,27 @@ class Channel:
             os.close(fd)
 
 
-def is_manifest_file(name: str) -> bool:
+def order_of(file: str) -> tuple[int, int]:
+    """Epoch and step in the name of a manifest's file: names sort by it as their versions do."""
+    epoch, step = _version_and_digest(file)[0].split(".")
+    return int(epoch), int(step)
+
+
+def _manifest_name(version: str, digest: str) -> str:
+    return f"manifest-{version}-{digest[:16]}.json"
+
+
+def _is_manifest(name: str) -> bool:
     """A publisher names its manifests so."""
     return bool(_MANIFEST_NAME.fullmatch(name))
 
 
-def order_of(file: str) -> tuple[int, int]:
-    """Epoch and step in the name of a manifest's file: names sort by it as their versions do."""
-    epoch, step = file.split("-")[1].split(".")
-    return int(epoch), int(step)
+def _version_and_digest(file: str) -> tuple[str, str]:
+    """In a manifest's name: the text of its version, and how its digest begins."""
+    match = _MANIFEST_NAME.fullmatch(file)
+    if match is None:
+        raise ManifestError(f"{file[:80]!r} is no manifest of a channel")
+    return match[1], match[2]
 
 
 def _numbered(name: str, publisher: int) -> str:

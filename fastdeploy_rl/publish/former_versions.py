@@ -33,7 +33,7 @@ class FormerVersions:
         files = [file for file in self._channel.manifest_files() if order_of(file) < order_of(latest.file)]
         for file in sorted(files, key=order_of)[-NUM_ARENAS:]:
             try:
-                segments = self._channel.read_file(file).segments
+                segments = self._channel.read_manifest_file(file).segments
             except (FileNotFoundError, ManifestError) as error:
                 _log.warning("channel=%s file=%s event=not_readable reason=%s", self._channel.path, file, error)
                 continue

@@ -174,7 +174,7 @@ def test_a_version_is_found_by_its_whole_name(channel: Channel) -> None:
 @pytest.mark.parametrize("name", ["manifest-1.1-x.json", "../manifest-1.1-0123456789abcdef.json", "LATEST", ""])
 def test_what_is_no_name_of_a_manifest_is_not_read(channel: Channel, name: str) -> None:
     with pytest.raises(ManifestError, match="is no manifest of a channel"):
-        channel.read_file(name)
+        channel.read_manifest_file(name)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])

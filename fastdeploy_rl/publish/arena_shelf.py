@@ -150,16 +150,14 @@ class ArenaShelf:
             self._table.withdraw(row)
 
     def _free_row(self, num_bytes: int, kept: Collection[int], spared: Collection[int], deadline_ns: int) -> int:
-        # Memory for one more arena that is not there must not be what a publication fails for.
-        has_room = free_bytes() >= num_bytes
-        own = [row for row in self._segments if row not in kept]
-        own.sort(key=lambda row: self._preference(row, num_bytes, spared if has_room else ()))
+        own = sorted((row for row in self._segments if row not in kept), key=lambda row: self._excess(row, num_bytes))
         fresh = self._fresh_rows(len(own))
         if not own and not fresh:
             raise self._no_row()
-        last = [row for row in own if row in spared and has_room]
-        rows = [row for row in own if row not in last] + fresh + last
-        for row in rows:
+        # A publication must not fail for want of memory that is there in a spared arena.
+        last = [row for row in own if row in spared] if free_bytes() >= num_bytes else []
+        first = [row for row in own if row not in last]
+        for row in [*first, *fresh, *last]:
             if not self._table.begin_write(row):
                 return row
         try:
@@ -167,13 +165,14 @@ class ArenaShelf:
         except DeadlineExceededError as error:
             raise DeadlineExceededError(f"no free arena: {error}, or allow more arenas (max_arenas)") from None
 
-    def _preference(self, row: int, num_bytes: int, spared: Collection[int]) -> tuple[bool, bool, int]:
-        """Lowest first: one that is large enough, and no larger than needed."""
+    def _excess(self, row: int, num_bytes: int) -> tuple[bool, int]:
+        """Least where the arena is large enough, and no larger than needed; most where it must grow."""
         size = self._segments[row].num_bytes
-        return row in spared, size < num_bytes, size
+        return size < num_bytes, size
 
     def _fresh_rows(self, num_own: int) -> list[int]:
-        """Rows for one more arena, where there may be one; `num_own` hold others than the latest version."""
+        """Rows for one more arena, where there may be one. `num_own`: how many arenas hold no part of the latest
+        version."""
         # The latest version counts once: one that was borrowed from a trainer that is gone may lie in several rows.
         num_versions = num_own + (num_own < len(self._segments))
         return self._unused_rows() if num_versions < self._max_arenas else []

@@ -131,9 +131,24 @@ class Meeting:
     # --- part 0 ------------------------------------------------------------------------------------
 
     def gather(self, step: int, deadline_ns: int) -> list[Offer]:
-        """The offers of all other parts. DeadlineExceededError names the parts that did not come, PeerLostError one
-        that died, TrainerError one that publishes something else."""
-        return self._await_offers(step, deadline_ns)
+        """The offers of all other parts, in their order. DeadlineExceededError names the parts that did not come,
+        PeerLostError one that died, TrainerError one that publishes something else."""
+        begun = time.monotonic()
+        outcome = self._outcome()
+        decided = set(outcome.nonces) if outcome else set()
+        published = self._published_segments()
+        while True:
+            bell = self._look()
+            offers = {
+                index: offer
+                for index, offer in self._live_offers()
+                if offer.nonce not in decided and not _is_among(offer, published)
+            }
+            ready = {index: offer for index, offer in offers.items() if self._is_ready(index, offer, step)}
+            if len(ready) == self.part.count - 1:
+                return [ready[index] for index in sorted(ready)]
+            self._check_missing(step, ready, begun, deadline_ns)
+            self._wait(bell, deadline_ns)
 
     @contextmanager
     def deciding_about(self, offers: Sequence[Offer], deadline_ns: int) -> Iterator[None]:
@@ -169,24 +184,6 @@ class Meeting:
                 return
             self._wait(bell, deadline_ns)
         _log.warning("channel=%s event=outcome_not_read parts=%d", self._channel.path, self.part.count)
-
-    def _await_offers(self, step: int, deadline_ns: int) -> list[Offer]:
-        begun = time.monotonic()
-        outcome = self._outcome()
-        decided = set(outcome.nonces) if outcome else set()
-        published = self._published_segments()
-        while True:
-            bell = self._look()
-            offers = {
-                index: offer
-                for index, offer in self._live_offers()
-                if offer.nonce not in decided and not _is_among(offer, published)
-            }
-            ready = {index: offer for index, offer in offers.items() if self._is_ready(index, offer, step)}
-            if len(ready) == self.part.count - 1:
-                return [ready[index] for index in sorted(ready)]
-            self._check_missing(step, ready, begun, deadline_ns)
-            self._wait(bell, deadline_ns)
 
     def _is_ready(self, index: int, offer: Offer, step: int) -> bool:
         """False for one that failed at another step: it may still come."""
@@ -280,7 +277,7 @@ class Meeting:
             bell = self._look()
             lost = self._lost_leader(offer.step)
             outcome = self._outcome()
-            # Read after the outcome: who broke off when LATEST was written already says so in vain.
+            # Read after the outcome: where part 0 broke off with LATEST already written, the version stands.
             latest = self._channel.read_latest()
             if latest is not None and latest != seen:
                 found = self._manifest_with(offer, latest)
@@ -298,7 +295,7 @@ class Meeting:
             self._wait(bell, deadline_ns)
 
     def _lost_leader(self, step: int) -> PeerLostError | None:
-        """Looked at before its last words are read."""
+        """To be called before part 0's last words are read, else they could still come in between."""
         try:
             self._check_not_lost(0, step)
         except PeerLostError as error:
@@ -331,7 +328,7 @@ class Meeting:
         self._channel.remove_file(self._channel.offer_of(self.part.index).name)
 
     def _standing(self, index: int) -> Offer | None:
-        """The offer of a part, dead or alive; read anew only when its file is another."""
+        """The offer that a part has in the channel now, dead or alive; read anew only when its file is another."""
         path = self._channel.offer_of(index)
         try:
             status = os.stat(path, follow_symlinks=False)

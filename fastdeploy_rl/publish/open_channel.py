@@ -6,7 +6,6 @@ gets there is publish/publication.py's. Refuses to know tensors. Invariant: what
 """
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -229,7 +228,10 @@ class OpenChannel:
 
     def _tell(self, step: int, error: BaseException) -> None:
         try:
-            self._meeting.refuse(error) if self.part.index == 0 else self._meeting.report(step, error)
+            if self.part.index == 0:
+                self._meeting.refuse(error)
+            else:
+                self._meeting.report(step, error)
         except (OSError, FastDeployRLError) as untold:
             _log.warning("channel=%s part=%d event=untold reason=%s", self.channel.path, self.part.index, untold)
 
@@ -290,8 +292,3 @@ def _locked(channel: Channel, publisher: int) -> OwnerLock:
             f"({owner_of(lock.path) or 'unknown'}): end that one first, or publish on another channel"
         )
     return lock
-
-
-def deadline_ns(seconds: float) -> int:
-    """As an absolute CLOCK_MONOTONIC time."""
-    return time.monotonic_ns() + int(seconds * 1e9)

@@ -25,7 +25,7 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.copying import OnProgress
 from fastdeploy_rl.publish.leases import NUM_ARENAS
 from fastdeploy_rl.publish.meeting import Part, checked_part
-from fastdeploy_rl.publish.open_channel import OpenChannel, deadline_ns, remove_unreadable
+from fastdeploy_rl.publish.open_channel import OpenChannel, remove_unreadable
 from fastdeploy_rl.publish.publication import PublishObserver, Wish
 from fastdeploy_rl.publish.trainer_memory import TrainerMemory, Wanted
 from fastdeploy_rl.version import WeightVersion
@@ -56,7 +56,7 @@ class Published:
             for segment in self.manifest.segments
             if segment.is_borrowed and segment.publisher == self._opened.part.index
         }
-        self._opened.memory.take_back(contents, deadline_ns(config.checked_deadline(deadline_s)))
+        self._opened.memory.take_back(contents, _deadline_ns(deadline_s))
 
 
 class Retired(NamedTuple):
@@ -159,7 +159,7 @@ class WeightPublisher:
         """
         opened = self._started()
         began = time.monotonic()
-        until_ns = deadline_ns(self._deadline_s if deadline_s is None else config.checked_deadline(deadline_s))
+        until_ns = _deadline_ns(self._deadline_s if deadline_s is None else deadline_s)
         with opened.telling_others(step):
             if borrow and layout != "full":
                 raise ConfigurationError(
@@ -205,6 +205,11 @@ def retire(channel: str | Path | None = None) -> Retired:
         raise
     opened.close(keep=False)
     return Retired(version, num_bytes)
+
+
+def _deadline_ns(deadline_s: float) -> int:
+    """From now on, as an absolute CLOCK_MONOTONIC time. ConfigurationError for what is no deadline."""
+    return time.monotonic_ns() + int(config.checked_deadline(deadline_s) * 1e9)
 
 
 def _borrow_all(state_dict: Mapping[str, Any]) -> dict[str, HostTensor]:

@@ -85,8 +85,10 @@ class Conductor:
         content_digest: str = "",
         check_staged: CheckStaged | None = None,
         excused: frozenset[int] = frozenset(),
+        must_follow: bool = False,
     ) -> CommandOutcome:
-        """One command, to its end on every rank but the `excused`, which are dead.
+        """One command, to its end on every rank but the `excused`, which are dead. `must_follow`: a rank that stays
+        silent is condemned, also where the command never touched a weight.
 
         DONE, REJECTED (every rank is where it was), both but for those `lost`; or FENCED where some living rank holds
         no whole version, or that cannot be known. Raises, having announced nothing, DeadlineExceededError while a rank
@@ -103,7 +105,7 @@ class Conductor:
             objection = self._await_ballots(command, Ballot.VERIFIED, excused)
             error = self._decide(command, Question.COMMIT, objection)
         outcome = CommandOutcome(Outcome.DONE if error is None else Outcome.REJECTED, error, checked=checked)
-        can_tear = is_installed and kind is not CommandKind.RECOMPUTE
+        can_tear = must_follow or (is_installed and kind is not CommandKind.RECOMPUTE)
         self._conclude(command, outcome, can_tear=can_tear, excused=excused)
         return outcome
 

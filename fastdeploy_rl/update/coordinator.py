@@ -185,6 +185,8 @@ class Coordinator:
             heard = self._board.wait_doorbell(heard, time.monotonic_ns() + _LOOK_AROUND_NS)
             while not self._is_stopping.is_set() and (request := self._next_request()) is not None:
                 self._serve(request)
+            if self._holds_leftovers() and not self._is_stopping.is_set():
+                self._drop_everything()
 
     def _next_request(self) -> CommandRequest | None:
         """What the ranks need comes first: no command can be carried out without one of them."""
@@ -377,6 +379,11 @@ class Coordinator:
             outcome.receipt, outcome.differing = self._receipt, differing(self._receipt, outcome.receipts)
         return outcome
 
+    def _holds_leftovers(self) -> bool:
+        """A fence dropped nothing yet, as where a rank came to no decode boundary in time; all ranks are there now."""
+        is_torn = self.state.is_fenced and self.state.committed is None
+        return is_torn and not self.state.is_cleared and not self._rendezvous.lost_ranks()
+
     def _drop_everything(self) -> None:
         """After a fence: what the ranks hold is dropped, as far as they still follow; the dead hold nothing. The word
         tells when."""
@@ -385,6 +392,7 @@ class Coordinator:
                 CommandKind.CLEAR,
                 deadline_ns=_from_now(self._deadlines.clear_s),
                 excused=self._rendezvous.lost_ranks(),
+                must_follow=True,
             )
         except FastDeployRLError as error:
             cleared = CommandOutcome(Outcome.FENCED, error)

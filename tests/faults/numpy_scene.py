@@ -44,7 +44,8 @@ def as_published(name: str, shape: tuple[int, ...]) -> TensorRule:
     return TensorRule(name, 1 - axis, is_transposed=True) if name in _TURNED else TensorRule(name, axis)
 
 
-def _turned(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def turned(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As the trainer has them."""
     return {name: np.ascontiguousarray(value.T) if name in _TURNED else value for name, value in weights.items()}
 
 
@@ -83,7 +84,7 @@ class NumpyScene(FaultScene):
         self._seed += 1
         weights = random_weights(MODEL, self._seed)
         reference = Reference.of([self._engine.expected(weights, rank) for rank in range(NUM_RANKS)])
-        return _turned(weights), as_published, reference
+        return turned(weights), as_published, reference
 
     def tell_faults(self, lines: Sequence[str]) -> list[object]:
         return self._ask_each([line if line == "disarm" else f"fault {line}" for line in lines])

@@ -232,6 +232,13 @@ def test_an_engine_cannot_resume_without_weights() -> None:
         CLEARED.after(AdmissionEvent.RESUME)
 
 
+def test_a_fenced_engine_cannot_resume_however_much_it_still_holds() -> None:
+    """What is there may be of two versions."""
+    fenced = walk(SERVING, AdmissionEvent.FENCE)
+    with pytest.raises(LifecycleError, match="resume is illegal while fenced; legal: load, stop"):
+        fenced.after(AdmissionEvent.RESUME)
+
+
 def test_a_fenced_engine_recovers_by_an_update() -> None:
     fenced = walk(SERVING, AdmissionEvent.FENCE, *drops(Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT))
     with pytest.raises(LifecycleError, match="resume is illegal while fenced"):

@@ -85,21 +85,20 @@ def _as_json(row: Row) -> dict[str, object]:
 
 def table(rows: Sequence[Row]) -> str:
     """For each runner a line for each step and a column for each kind: how many cases had which outcome."""
-    lines = []
+    lines: list[list[str]] = []
     for runner in dict.fromkeys(row.runner for row in rows):
-        lines.append(_line(runner, KINDS))
+        lines.append([runner, *KINDS])
         for step in STEPS:
-            cells = [
-                [row for row in rows if (row.runner, row.case.step, row.case.kind) == (runner, step, k)] for k in KINDS
-            ]
-            if any(cells):
-                lines.append(_line(step, [_cell(cell) for cell in cells]))
-    return "\n".join(lines)
+            ours = [row for row in rows if (row.runner, row.case.step) == (runner, step)]
+            if ours:
+                lines.append([step, *(_cell([row for row in ours if row.case.kind == kind]) for kind in KINDS)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    return " ".join(f"{number} {outcome}" for outcome, number in Counter(row.outcome for row in rows).items()) or "-"
-
-
-def _line(first: str, others: Sequence[str]) -> str:
-    return f"{first:18}" + "".join(f"{text:24}" for text in others).rstrip()
+    """The usual outcome first."""
+    return (
+        ", ".join(f"{number} {outcome}" for outcome, number in Counter(row.outcome for row in rows).most_common())
+        or "-"
+    )

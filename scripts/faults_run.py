@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases and their judge 
 
 from faults_report import Progress, summary, table
 
+from fastdeploy_rl.config import ROLLBACKS
 from tests.faults.fault_cases import BASES, KINDS, MODES, SETTINGS, STEPS, Case, all_cases, covering_sample
 from tests.faults.fault_scene import FaultScene, Row, play_all
 from tests.faults.numpy_scene import NumpyScene
@@ -65,6 +66,7 @@ def _chosen(arguments: argparse.Namespace, runner: str) -> list[Case]:
         if case.step in (arguments.only or STEPS)
         and case.kind in (arguments.kind or KINDS)
         and case.mode in (arguments.mode or MODES)
+        and case.rollback in (arguments.rollback or ROLLBACKS)
         and case.base in (arguments.base or BASES)
     ]
 
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--only", STEPS, "step"),
         ("--kind", KINDS, "kind"),
         ("--mode", MODES, "apply mode"),
+        ("--rollback", ROLLBACKS, "rollback"),
         ("--base", BASES, "state before the update"),
         ("--runner", tuple(RUNNERS), "runner"),
     ):

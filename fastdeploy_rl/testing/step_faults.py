@@ -12,6 +12,7 @@ import enum
 import errno
 import os
 import signal
+import threading
 from typing import Literal
 
 import msgspec
@@ -91,8 +92,11 @@ class StepFaults:
 def happen(fault: StepFault, update: RankUpdate) -> None:
     """Lets it happen to this rank now. RuntimeError, MemoryError or OSError where that is what happens."""
     rank = update.runner.rank
-    if fault.act in (Act.KILL, Act.STOP):
-        os.kill(os.getpid(), signal.SIGKILL if fault.act is Act.KILL else signal.SIGSTOP)
+    if fault.act is Act.KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.act is Act.STOP:
+        # To this very thread: another one would have to be scheduled first, and this one would go on meanwhile.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif fault.act is Act.RAISE:
         raise RuntimeError("told to fail")
     elif fault.act is Act.OUT_OF_MEMORY:

@@ -133,7 +133,8 @@ class ShmCollectives:
 
     def _meet(self, call: Any, timeout_s: float, *arguments: Any) -> None:
         if self._group is None:
-            raise ConfigurationError("the collectives are closed")
+            reason = "are closed" if self._is_closed else "have no group: rejoin in the present generation"
+            raise ConfigurationError(f"the collectives {reason}")
         begun_s = time.monotonic()
         try:
             call(self._group, *arguments, int((begun_s + timeout_s) * 1e9))

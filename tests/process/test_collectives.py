@@ -393,6 +393,17 @@ def test_creator_makes_the_segment_and_unlinks_it() -> None:
         ShmCollectives(name, 0, 1, create=False, timeout_s=LONG_S)
 
 
+def test_a_rank_that_has_only_attached_is_told_to_join() -> None:
+    with (
+        segment_for(1) as name,
+        ShmCollectives(name, 0, 1, create=False, slot_bytes=SLOT_BYTES, timeout_s=LONG_S, generation=0) as collectives,
+    ):
+        with pytest.raises(ConfigurationError, match="no group: rejoin"):
+            collectives.barrier()
+        collectives.rejoin(1)
+        collectives.barrier()
+
+
 def test_refused_construction_leaves_no_segment() -> None:
     name = f"fastdeploy_rl_test_collectives.{uuid4().hex[:12]}"
     with pytest.raises(ValueError, match="generation"):

@@ -14,6 +14,9 @@ from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.version import WeightVersion
 
+NOT_IMMUTABLE = "the source's memory does not stay as it is"
+"""Why nothing may lie in, or be fetched again from, a source whose `is_immutable` is False; for reports."""
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -39,8 +42,8 @@ class StagedSource(Protocol):
 
     @property
     def is_immutable(self) -> bool:
-        """True: the memory stays as it is while staged, so
-        parameters may alias it. False: it may be reused, copy it."""
+        """True: the memory stays as it is while staged, so parameters may alias it. False: it may be reused, copy
+        it."""
         ...
 
     def is_vouched(self) -> bool:

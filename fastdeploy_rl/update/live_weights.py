@@ -3,7 +3,7 @@
 Owns the release of that memory. Invariant: a LiveWeights is complete; there is none for half a version.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import Fletcher4
@@ -16,8 +16,8 @@ from fastdeploy_rl.version import WeightVersion
 
 @dataclass
 class LiveWeights:
-    """`views` are this rank's parameters; `read` and `live` the
-    two halves of its receipt, `read` by manifest tensor."""
+    """`views` are this rank's parameters; `read` and `live` the two halves of its receipt, `read` by manifest tensor,
+    `live` by parameter."""
 
     version: WeightVersion
     content_digest: str
@@ -26,7 +26,7 @@ class LiveWeights:
     live: dict[str, Fletcher4]
     staged: StagedSource | None = None
     """Published memory that some views point into, and its lease; None where every parameter is a copy."""
-    arena: Mapping | None = field(default=None)
+    arena: Mapping | None = None
     """The engine's own memory that the other views point into."""
     is_read_back: bool = False
     """All of it was read where it is bound now; else `audit` is still to be called."""

@@ -27,14 +27,13 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
-from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import packed, packed_bytes
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
 from fastdeploy_rl.update.way_back import FormerVersion, KeptBytes, NoWayBack, WayBack, restore
 from fastdeploy_rl.version import WeightVersion
 
-_NOT_IMMUTABLE = "the source's memory does not stay as it is"
 _MAX_NAMED = 5
 
 
@@ -222,7 +221,7 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
     staged = _known(update.staged)
     copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
     if update.apply_mode != COPY:
-        update.not_aliased = {name: p.why_not_alias or _NOT_IMMUTABLE for name, p in copied.items()}
+        update.not_aliased = {name: p.why_not_alias or NOT_IMMUTABLE for name, p in copied.items()}
     if not any(p.num_bytes for p in plan.parameters if p.name not in copied):
         # Published memory of which no byte is needed is let go: parameters without bytes must not lie there either.
         copied = {p.name: p for p in plan.parameters}
@@ -258,12 +257,12 @@ def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
 # --- vote: taken by the transaction together with the other ranks ----------------------------------
 
 
-def agree(update: RankUpdate) -> int:
+def do_nothing(update: RankUpdate) -> int:
     return 0
 
 
-def leave(update: RankUpdate) -> None:
-    return None
+def undo_nothing(update: RankUpdate) -> None:
+    """For steps that leave nothing behind, or what the undo of another step sees to."""
 
 
 # --- drain: no forward pass reads the weights from here on -----------------------------------------
@@ -373,15 +372,15 @@ def name_old_version(update: RankUpdate) -> None:
 STAGING_STEPS = (
     UpdateStep("resolve", UpdateEvent.RESOLVE, resolve, forget),
     UpdateStep("stage", UpdateEvent.STAGE, stage, unstage),
-    UpdateStep("vote", UpdateEvent.VOTE, agree, leave),
+    UpdateStep("vote", UpdateEvent.VOTE, do_nothing, undo_nothing),
 )
 """While the engine serves."""
 STALLING_STEPS = (
-    UpdateStep("drain", UpdateEvent.DRAIN, drain, leave),
+    UpdateStep("drain", UpdateEvent.DRAIN, drain, undo_nothing),
     UpdateStep("install", UpdateEvent.INSTALL, install, uninstall),
-    UpdateStep("verify", UpdateEvent.VERIFY, verify, leave),
+    UpdateStep("verify", UpdateEvent.VERIFY, verify, undo_nothing),
     UpdateStep("rebuild_kv_cache", UpdateEvent.REBUILD, rebuild_kv_cache, restore_kv_cache),
-    UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, leave),
+    UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, undo_nothing),
     UpdateStep("commit", UpdateEvent.COMMIT, name_version, name_old_version),
 )
 """At a decode boundary; the time from the first to the last is the stall."""

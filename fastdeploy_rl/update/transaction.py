@@ -301,12 +301,15 @@ class ClearCommand(_PlainCommand):
         runner.drop_kv_cache()
         runner.unbind()
         self._state.live, self._dropped = None, live
-        self.abandon()
+        self._release_dropped()
         self._state.arenas.drop()
         self._state.source.trim()
         self._note("clear", started, num_bytes)
 
     def abandon(self) -> None:
+        self._release_dropped()
+
+    def _release_dropped(self) -> None:
         if self._dropped is not None:
             self._dropped.release(self._state.arenas)
             self._dropped = None

@@ -1,8 +1,9 @@
-"""The way back from a copy into live parameters: the old bytes, the channel that still has them, or none.
+"""How the old version comes back where an update copies into live parameters and fails: from a saved copy, from the
+channel, or not at all.
 
-Owns what is held for it between `stage` and the end of the update. Refuses to know when it is taken. Invariant:
-`restore` returns only when live memory, read back, sums up to what the old version's receipt says. A rebind needs none
-of this: there the old weights stay where they are."""
+Owns what is held for that between `stage` and the end of the update. Refuses to know when the way back is taken.
+Invariant: `restore` returns only when live memory, read back, sums up to what the old version's receipt says. A rebind
+needs none of this: there the old weights stay where they are."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -14,7 +15,7 @@ from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.plan.planner import LastPlan
-from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import copies, packed_bytes, packed_views
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
@@ -38,7 +39,7 @@ class WayBack(Protocol):
         ...
 
     def release(self) -> None:
-        """Lets go of what is held. Once it succeeded it does nothing."""
+        """Lets go of what is held. After success a further call does nothing."""
         ...
 
 
@@ -54,7 +55,7 @@ class KeptBytes:
 
     @classmethod
     def take(cls, old: LiveWeights, arenas: ArenaPair, reason: str) -> "KeptBytes":
-        """Room for them; `save` follows."""
+        """Takes an arena that has room for the old bytes; `save` fills it."""
         arena = arenas.acquire(packed_bytes([view.num_bytes for view in old.views.values()]))
         return cls(arenas, arena, packed_views(old.views, arena), reason)
 
@@ -87,7 +88,7 @@ class FormerVersion:
 
     @classmethod
     def lease(cls, old: LiveWeights, source: WeightSource, plans: LastPlan, deadline_ns: int) -> "FormerVersion":
-        """TrainerError or SegmentError where the version cannot be had; `check` follows."""
+        """TrainerError or SegmentError where the version cannot be had. What is leased is not read before `check`."""
         resolved = source.resolve(old.version, deadline_ns=deadline_ns)
         if resolved.manifest.content_digest != old.content_digest:
             raise NoPublicationError(f"another publication has taken the place of version {old.version}")
@@ -98,7 +99,7 @@ class FormerVersion:
         """Reads it once, so that it is known before anything is overwritten: NoPublicationError unless what would be
         written back is what is live."""
         if self.staged is None or not self.staged.is_immutable:
-            raise NoPublicationError("the source's memory does not stay as it is")
+            raise NoPublicationError(NOT_IMMUTABLE)
         if self._transfer({}, num_threads).live != old.live:
             raise NoPublicationError(f"the channel does not hold the bytes of version {old.version} any more")
 

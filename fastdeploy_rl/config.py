@@ -68,7 +68,7 @@ class Deadlines:
     finish_s: float = 5.0
     """After a command's deadline nothing new begins; ranks that follow a decision may take this much longer."""
     rejoin_s: float = 600.0
-    """From a rank's death until the rank that replaces it is back among the others; it loads the model as at a start."""
+    """From a rank's death until the one that replaces it is back among the others; it loads the model as at a start."""
     step_s: float = 300.0
     """One meeting of the ranks for a step of the model; a long prefill is no death."""
     read_s: float = 0.5

@@ -146,7 +146,8 @@ class WorldError(FastDeployRLError):
 
 
 class DeadlineExceededError(WorldError):
-    """`missing`: ranks that did not come to a meeting of all, where that is what was waited for."""
+    """`missing`: ranks that did not come to a collective. Only collectives set it; whoever else waited for ranks names
+    them in the text alone."""
 
     http_status = 504
     missing: frozenset[int] = frozenset()

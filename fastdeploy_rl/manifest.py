@@ -188,8 +188,8 @@ def _encoded(manifest: Manifest) -> bytes:
 
 
 def check_bytes(data: bytes, what: str = "manifest") -> None:
-    """Bounds that cost next to nothing to look at, also for an offer of one: what passes them is soon read, whatever it
-    is."""
+    """ManifestError where the bytes of a manifest, or of another document that describes tensors (`what`), are so many,
+    or divided so finely, that parsing them would take long. Looking costs next to nothing."""
     if len(data) > MAX_BYTES:
         raise ManifestError(f"{what} of {len(data)} bytes is larger than {MAX_BYTES}")
     for char, limit, plural in ((b",", MAX_COMMAS, "commas"), (b'"', MAX_QUOTES, "quotes")):
@@ -249,8 +249,8 @@ def _digest_of(described: object) -> str:
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A manifest as it is read. A table of millions of aliases would take seconds and gigabytes before anybody could
-    count them, so that their text is looked at first."""
+    """A manifest as it is read: with its aliases unparsed. A table of millions would take seconds and gigabytes before
+    anybody could count it, so that their text is counted first."""
 
     format: Literal["fastdeploy_rl.manifest/1"]
     version: str

@@ -21,12 +21,12 @@ _MAX_ATTEMPTS = 10_000
 _SWEEP_POLL_S = 0.001
 _NOTE_BYTES = 64
 _LATEST_S = 2.0**36
-"""A time that a calendar still has a year for."""
+"""No note of ours is of a later time, and `time.localtime` has no year for much later ones."""
 
 
 class Owner(NamedTuple):
-    """What an owner wrote about itself, for messages: process id
-    as it sees it, and wall-clock seconds when it took the lock."""
+    """What an owner wrote about itself, for messages: process id as it sees it, and wall-clock seconds when it took the
+    lock."""
 
     pid: int
     since_s: float

@@ -1,6 +1,7 @@
 """Trainers, clients, a foreign writer and three ranks, any of which may die or stand still: whatever they do in any
 order, the engine comes to rest on one version, or on none, and tells everybody the truth."""
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,13 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from tests.model.actors import Actor
+from tests.model.actors import Actor, wait_until
 from tests.model.engine import NUM_RANKS, ModelEngine
 from tests.model.judge import await_rest, judge, mend, story
 from tests.model.people import Foreigner, Request, Trainer
 
 _RANKS = st.integers(0, NUM_RANKS - 1)
-_STORES = st.integers(0, 70)
+_STORES = st.integers(0, 80)
+_CLIENT_STORES = st.none() | st.integers(0, 12)
+_DEADLINES_S = st.sampled_from([0.05, 0.3, 3.0, 3.0])
 _MAX_WAITING = 5
 
 
@@ -65,19 +68,31 @@ class EngineModel(RuleBasedStateMachine):
 
     # --- clients -----------------------------------------------------------------------------------
 
-    @precondition(lambda self: sum(not request.is_over for request in self.requests) < _MAX_WAITING)
-    @rule(
-        kind=st.sampled_from(["update", "update", "update", "clear", "recompute"]),
-        is_named=st.booleans(),
-        deadline_s=st.sampled_from([0.05, 0.3, 3.0, 3.0]),
-        crash=st.none() | st.integers(0, 12),
-    )
-    def ask(self, kind: str, is_named: bool, deadline_s: float, crash: int | None) -> None:
+    @precondition(lambda self: self._num_waiting() < _MAX_WAITING)
+    @rule(is_named=st.booleans(), deadline_s=_DEADLINES_S, crash=_CLIENT_STORES)
+    def ask_update(self, is_named: bool, deadline_s: float, crash: int | None) -> None:
         version = f"{self.trainer.publisher.epoch}.{self.trainer.step}" if is_named and self.trainer.step else ""
-        request = Request(self.engine.port, kind, version, deadline_s)
+        self._ask(Request(self.engine.port, "update", version, deadline_s), crash)
+
+    @precondition(lambda self: self._num_waiting() < _MAX_WAITING)
+    @rule(kind=st.sampled_from(["clear", "recompute"]), deadline_s=_DEADLINES_S, crash=_CLIENT_STORES)
+    def ask(self, kind: str, deadline_s: float, crash: int | None) -> None:
+        self._ask(Request(self.engine.port, kind, "", deadline_s), crash)
+
+    def _ask(self, request: Request, crash: int | None) -> None:
         if crash is not None:
             request.actor.crash_after(crash)
         self.requests.append(request.start())
+
+    def _num_waiting(self) -> int:
+        return sum(not request.is_over for request in self.requests)
+
+    @precondition(lambda self: self._num_waiting())
+    @rule()
+    def let_time_pass(self) -> None:
+        """Until all are answered; where ranks stand still, past the shorter deadlines."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self._num_waiting(), str, 1.2)
 
     # --- a foreign process -------------------------------------------------------------------------
 
@@ -92,25 +107,14 @@ class EngineModel(RuleBasedStateMachine):
     def crash_rank(self, rank: int, stores: int) -> None:
         self._actor(rank).crash_after(stores)
 
-    @rule(rank=_RANKS)
-    def kill_rank(self, rank: int) -> None:
-        self._actor(rank).kill()
+    @rule(rank=_RANKS, act=st.sampled_from(["kill", "stall", "resume"]))
+    def befall(self, rank: int, act: str) -> None:
+        getattr(self._actor(rank), act)()
 
-    @rule(rank=_RANKS)
-    def stall_rank(self, rank: int) -> None:
-        self._actor(rank).stall()
-
-    @rule(rank=_RANKS)
-    def resume_rank(self, rank: int) -> None:
-        self._actor(rank).resume()
-
-    @rule()
-    def start_nobody_again(self) -> None:
-        self.engine.is_restarting.clear()
-
-    @rule()
-    def start_the_dead_again(self) -> None:
-        self.engine.is_restarting.set()
+    @rule(is_restarting=st.booleans())
+    def start_again(self, is_restarting: bool) -> None:
+        """Whether ranks that died, or die, are started again."""
+        self.engine.is_restarting.set() if is_restarting else self.engine.is_restarting.clear()
 
     def _actor(self, rank: int) -> Actor:
         return self.engine.ranks[rank].actor
@@ -167,7 +171,7 @@ class EngineModel(RuleBasedStateMachine):
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-_IN_THE_SUITE = {"max_examples": 10, "stateful_step_count": 14, "derandomize": True, "database": None}
+_IN_THE_SUITE = {"max_examples": 25, "stateful_step_count": 16, "derandomize": True, "database": None}
 
 
 @pytest.mark.timeout(3600)

@@ -44,7 +44,13 @@ BOUND_S = 1.0
 _HANG_S = 10.0
 """A reader that Python cannot interrupt is ended from outside after so long."""
 _SLICE_S = 2.0
-_BATCH = 200
+_DRAWING = settings(
+    max_examples=200,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 _LOOK_S = 0.1
 _LEAST_S = 0.2
 _INPUT_BYTES = 1 << 20
@@ -96,12 +102,29 @@ class Tally:
         }
 
 
+class Finds:
+    """Kept as files in `directory`, one for each place that an error comes from."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._places: set[str] = set()
+
+    def keep(self, error: BaseException, target: str, data: bytes) -> None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{target} {type(error).__name__} {last.filename}:{last.lineno}"
+        if place in self._places or len(self._places) >= _MAX_FINDS:
+            return
+        self._places.add(place)
+        text = "".join(traceback.format_exception(error))
+        _write_find(self._directory, target, data, type(error).__name__, text[-3000:])
+
+
 # --- the process that reads ----------------------------------------------------------------------------
 
 
 def work(names: list[str], seconds: float, number: int, directory: Path) -> None:
     """Takes the targets in turn until the time is over; what came of it stands in `directory` after each turn."""
-    note, kept = Note(directory / "note"), set[str]()
+    note, finds = Note(directory / "note"), Finds(directory)
     tallies = {name: Tally() for name in names}
     deadline = time.monotonic() + seconds
     taken = [(index, target) for index, target in enumerate(TARGETS) if target.name in tallies]
@@ -110,7 +133,7 @@ def work(names: list[str], seconds: float, number: int, directory: Path) -> None
             left = min((deadline - time.monotonic()) / (len(taken) - turn), _SLICE_S)
             if left > 0 or not tallies[target.name].inputs:
                 number += 1
-                _take_turn(target, index, tallies[target.name], left, number, note, kept, directory)
+                _take_turn(target, index, tallies[target.name], left, number, note, finds)
                 _tell_watch([tally.as_json(name) for name, tally in tallies.items()], directory)
 
 
@@ -119,35 +142,25 @@ def _tell_watch(tallies: list[dict[str, Any]], directory: Path) -> None:
     os.replace(directory / "tallies.new", directory / "tallies")
 
 
-def _take_turn(
-    target: Target, index: int, tally: Tally, seconds: float, number: int, note: Note, kept: set[str], directory: Path
-) -> None:
+def _take_turn(target: Target, index: int, tally: Tally, seconds: float, number: int, note: Note, finds: Finds) -> None:
+    """At least one input of a target, and more until `seconds` are over; the same ones again for the same `number`."""
     started = time.monotonic()
     with target.open() as reader:
+
+        def read_all(inputs: list[bytes]) -> None:
+            for data in inputs:
+                if tally.inputs and time.monotonic() > started + seconds:
+                    return
+                note.write(index, data)
+                find = _read_once(reader, data, tally)
+                note.clear()
+                if find is not None:
+                    finds.keep(find, target.name, data)
+
         batch = 0
         while not tally.inputs or time.monotonic() < started + seconds:
             batch += 1
-
-            @seed(number * 1_000_003 + batch)
-            @settings(
-                max_examples=_BATCH,
-                database=None,
-                deadline=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(target.inputs)
-            def read_all(inputs: list[bytes]) -> None:
-                for data in inputs:
-                    if tally.inputs and time.monotonic() > started + seconds:
-                        return
-                    note.write(index, data)
-                    find = _read_once(reader, data, tally)
-                    note.clear()
-                    if find is not None:
-                        _keep(find, target.name, data, kept, directory)
-
-            read_all()
+            seed(number * 1_000_003 + batch)(_DRAWING(given(target.inputs)(read_all)))()
     tally.seconds += time.monotonic() - started
 
 
@@ -193,17 +206,6 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _keep(error: BaseException, target: str, data: bytes, kept: set[str], directory: Path) -> None:
-    """One find for each place that an error comes from."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    key = f"{target} {type(error).__name__} {last.filename}:{last.lineno}"
-    if key in kept or len(kept) >= _MAX_FINDS:
-        return
-    kept.add(key)
-    text = "".join(traceback.format_exception(error))
-    _write_find(directory, target, data, type(error).__name__, text[-3000:])
 
 
 def _write_find(directory: Path, target: str, data: bytes, kind: str, text: str) -> None:

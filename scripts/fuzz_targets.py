@@ -1,6 +1,5 @@
-"""What is fuzzed: each target with its hostile input and the reader that takes it. `TARGETS` lists them all.
-
-Here: what lies in a channel, a run directory or a checkpoint as a file. `fuzz_board` has what lies in shared memory.
+"""What is fuzzed in files: of a channel, a run directory, a checkpoint. Each target has its hostile input and the
+reader that takes it. `fuzz_board` has what lies in shared memory; `fuzz_run` lists all targets.
 """
 
 import json
@@ -21,6 +20,7 @@ from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.plan.planner import make_plan
+from fastdeploy_rl.publish import leases
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.publish.contribution import ContributedPart, ContributedTensor, Contribution, unite
 from fastdeploy_rl.publish.leases import NUM_ARENAS, NUM_SLOTS, Holder, LeaseTable
@@ -106,7 +106,8 @@ _HEADER = (
 
 
 def _read_manifest(data: bytes) -> None:
-    """What is taken is what was written, and can be planned with or refused; a signature does not save it."""
+    """What is taken is what was written, and can be planned with or refused. What is refused is tried again with the
+    digests that it should have had: they must not be all that stood in its way."""
     try:
         manifest = manifests.decode(data)
     except FastDeployRLError as refused:
@@ -121,7 +122,7 @@ def _read_manifest(data: bytes) -> None:
 
 
 def _signed(data: bytes, refused: FastDeployRLError) -> Manifest:
-    """With the digests that it should have had; `refused` where there is no manifest in it at all."""
+    """Raises `refused` where there is no manifest in it at all."""
     try:
         found = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -285,15 +286,20 @@ def _text_reader() -> Iterator[Reader]:
     yield read
 
 
-_ROWS = [64 + 2048 * row for row in (0, 1, NUM_ARENAS - 1)]
-_TABLE_WORDS = [0, 8, 16, *_ROWS, *(row + 64 + 8 * word for row in _ROWS for word in range(2 * NUM_SLOTS))]
-_TABLE_TEXTS = [place for row in _ROWS for place in (row + 1088, row + 1216)]
+_ROWS = (0, 1, NUM_ARENAS - 1)
+_SLOTS = [leases._slot(row, slot) for row in _ROWS for slot in range(NUM_SLOTS)]
+_TABLE_WORDS = [0, 8, leases._BELL, *map(leases._row, _ROWS), *_SLOTS, *(slot + 8 for slot in _SLOTS)]
+_TABLE_TEXTS = [leases._row(row) + text for row in _ROWS for text in (leases._SEGMENT, leases._VERSION)]
 
 FILE_TARGETS = [
     Target("manifest", documents([MANIFEST]), _manifest_reader),
     Target("latest", documents([msgspec.json.encode(_LATEST)]), _latest_reader),
     Target("epoch", raw([b"7\n", b"999999999999999999", b"9223372036854775807", b"0"]), _epoch_reader),
-    Target("leases", patches(_TABLE_WORDS, _TABLE_TEXTS, 32832) | raw([b"FDRLLEAS" + bytes(80)]), _lease_table_reader),
+    Target(
+        "leases",
+        patches(_TABLE_WORDS, _TABLE_TEXTS, leases._TABLE_BYTES) | raw([b"FDRLLEAS" + bytes(80)]),
+        _lease_table_reader,
+    ),
     Target("offer", documents([msgspec.json.encode(_OFFER), _OUTCOME]), _meeting_reader),
     Target("run_dir", documents([msgspec.json.encode(r) for r in (_REPORT, _PART, _RECEIPT)]), _run_dir_reader),
     Target("checkpoint", documents([_HEADER]), _checkpoint_reader),

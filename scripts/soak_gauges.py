@@ -15,8 +15,8 @@ SHM_DIR = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Gauge:
-    """A kind of thing that is counted. `noise`: by so many (of `unit`) the fitted line may rise over the whole run and
-    still be flat: what caches, allocators and a command just under way make of it."""
+    """A kind of thing that is counted. `noise`: by so much (in `unit`) the fitted line may rise over the whole run and
+    still be called flat, for caches, allocators and a command just under way make it rise a little."""
 
     name: str
     unit: str
@@ -91,12 +91,12 @@ class Slope:
 
 def slope(who: str, gauge: Gauge, updates: Sequence[float], values: Sequence[float]) -> Slope:
     """The least-squares line through (updates, value), after the warm-up."""
-    kept_updates, kept = after_warm_up(updates), values[-len(after_warm_up(updates)) :]
-    span = kept_updates[-1] - kept_updates[0]
-    rise = float(np.polyfit(kept_updates, kept, 1)[0])
+    kept = after_warm_up(updates)
+    rise = float(np.polyfit(kept, after_warm_up(values), 1)[0])
+    span = kept[-1] - kept[0]
     return Slope(who, gauge.name, gauge.unit, round(1000 * rise, 2) + 0.0, round(1000 * gauge.noise / span, 2))
 
 
-def after_warm_up(updates: Sequence[float]) -> Sequence[float]:
-    """The readings that count: arenas, caches and the allocator's pools are filled by the first third."""
-    return updates[len(updates) // 3 :]
+def after_warm_up(readings: Sequence[float]) -> Sequence[float]:
+    """Those that count: arenas, caches and the allocator's pools are filled by the first third."""
+    return readings[len(readings) // 3 :]

@@ -26,12 +26,12 @@ from soak_scene import Answers, Counts, Readings, Scene, SoakError
 from fastdeploy_rl.config import APPLY_MODES
 from fastdeploy_rl.sources import registry
 
-READINGS, FEWEST_READINGS = 24, 12
-"""Of each stretch; the first third is warm-up."""
+READINGS, MIN_READINGS = 24, 12
+"""Of each stretch; the fit leaves out the first third."""
 WARM_UP_ROUNDS = 2 * len(ROUNDS)
 """Before the first reading: by then every kind of command was there, and as many reports as an engine keeps."""
 TOLD_EVERY_S = 10.0
-FEWEST, MOST = 40, 1_000_000
+MIN_UPDATES, MAX_UPDATES = 40, 1_000_000
 
 
 @dataclass
@@ -121,7 +121,7 @@ def _soak(scene: Scene, stretch: Stretch, share: int, done: int, progress: Progr
     between = max(1, share // READINGS)
     num_rounds = 0
     try:
-        while stretch.counts.updates < share or len(readings.updates) < FEWEST_READINGS:
+        while stretch.counts.updates < share or len(readings.updates) < MIN_READINGS:
             for _ in range(between if num_rounds else WARM_UP_ROUNDS):
                 play(ROUNDS[num_rounds % len(ROUNDS)], scene)
                 num_rounds += 1
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("updates", type=_num_updates, metavar="N", help=f"updates, {FEWEST} or more")
+    parser.add_argument("updates", type=_num_updates, metavar="N", help=f"updates, {MIN_UPDATES} or more")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--ranks", type=int, default=3, choices=range(1, 9), metavar="R", help="1 to 8 (default 3)")
     parser.add_argument("--mode", action="append", choices=APPLY_MODES, help="only this apply mode; may be repeated")
@@ -185,8 +185,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _num_updates(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not FEWEST <= int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"{FEWEST} to {MOST} updates, got {text!r}")
+    if not text.isascii() or not text.isdigit() or not MIN_UPDATES <= int(text) <= MAX_UPDATES:
+        raise argparse.ArgumentTypeError(f"{MIN_UPDATES} to {MAX_UPDATES} updates, got {text!r}")
     return int(text)
 
 

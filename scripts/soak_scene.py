@@ -30,16 +30,17 @@ from soak_trainer import Flaw, Order, Start
 from fastdeploy_rl.config import ALIAS_STRICT
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.publish.channel import Channel
-from fastdeploy_rl.report import CommandKind, HistoryEntry
+from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
 
 WAIT_S = 60.0
 COLD = "0.0"
+"""The version of the weights that the engine starts with: seed 0."""
 MAX_TOLD = 20
 TOLD_LINES = 20
 OWN = (gauges.DESCRIPTORS, gauges.MAPPINGS, gauges.THREADS)
-"""What this process, which has all the controllers, is judged by; it also keeps the soak's own books."""
+"""What this process is judged by. It has all the controllers, but also the soak's readings: its memory has to grow."""
 
 
 class SoakError(Exception):
@@ -228,12 +229,12 @@ class Scene:
 
     def live(self) -> str:
         """The version that is served; empty while the engine is cleared."""
-        return self.client.status().version if self.client.status().is_serving else ""
+        return _live(self.client.status())
 
     def check(self, expected: Sequence[str]) -> None:
         """Board, word and the next answer of every rank say one thing, which is one of those expected."""
         status = self.client.status()
-        live = status.version if status.is_serving else ""
+        live = _live(status)
         if live not in expected:
             raise SoakError(f"version {live or 'none'} is live, expected {' or '.join(v or 'none' for v in expected)}")
         if status.legacy_status != ("NORMAL" if live else "CLEARED"):
@@ -272,6 +273,10 @@ class Scene:
         marks = (str(self.engine.port), Channel(self._channel).key)
         readings["shared memory"] = gauges.read_memory(marks, (self._channel, self.engine.board.run_dir))
         return readings
+
+
+def _live(status: EngineStatus) -> str:
+    return status.version if status.is_serving else ""
 
 
 @dataclass

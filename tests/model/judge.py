@@ -111,7 +111,7 @@ def _judge_request(engine: ModelEngine, trainer: Trainer, request: Request, told
     assert request.told != "waiting", f"{request}: {told}"
     assert request.surprise is None, f"{request}: {told}"
     if request.error is not None:
-        assert not str(request.error).startswith("outcome of"), f"lost: {request} {told}"
+        assert not str(request.error).startswith("no outcome of"), f"lost: {request} {told}"
         assert str(request.error), told
     if request.told == "done" and request.kind == "update":
         version = request.report.version

@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 MAX_TENSORS = 200_000
 MAX_COMMAS = 6_000_000
+"""More than a header within the other bounds has, and few enough to be read in a moment."""
 MAX_DIMENSIONS = 8
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -104,8 +105,10 @@ def _read_header(path: Path, descriptor: int, file_bytes: int) -> dict[str, Stor
 
 
 def _decoded(path: Path, text: bytes) -> dict[str, Any]:
-    if text.count(b"{") > MAX_TENSORS + 2 or text.count(b",") > MAX_COMMAS:
+    if text.count(b"{") > MAX_TENSORS + 2:  # one around all, one for __metadata__
         raise CheckpointError(f"{path}: header of {len(text)} bytes has more than {MAX_TENSORS} tensors")
+    if text.count(b",") > MAX_COMMAS:
+        raise CheckpointError(f"{path}: header of {len(text)} bytes has more than {MAX_COMMAS} commas: none needs them")
     try:
         header = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

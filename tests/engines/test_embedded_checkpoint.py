@@ -15,6 +15,7 @@ from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint, save_checkpoint
 from fastdeploy_rl.engines.embedded.model_config import RopeScaling, parameter_specs, read_config
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
+from fastdeploy_rl.memory import file_map
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
 LLAMA3 = {
@@ -180,6 +181,15 @@ def test_truncated_file_names_file_and_tensor(directory: Path) -> None:
 def test_file_that_is_no_safetensors_is_named(directory: Path, data: bytes, message: str) -> None:
     (directory / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(("bound", "message"), [("MAX_TENSORS", "more than 3 tensors"), ("MAX_COMMAS", "3 commas")])
+def test_header_beyond_a_bound_is_refused_with_what_it_has_too_many_of(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, bound: str, message: str
+) -> None:
+    monkeypatch.setattr(file_map, bound, 3)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: header of \d+ bytes has .*{message}"):
         Checkpoint.open(directory)
 
 

@@ -213,7 +213,7 @@ def _sum_up(publication: Publication) -> None:
 
 def _export(publication: Publication) -> None:
     memory, places, rows = publication.around.memory, publication.places, publication.rows
-    memory.export(rows, str(_known(publication.prepared).version))
+    memory.hand_out(rows, str(_known(publication.prepared).version))
 
     def place(tensor: ArrangedTensor, piece: Piece) -> tuple[int, int]:
         return rows.index(places[tensor.name].row), places[tensor.name].offset

@@ -2,8 +2,8 @@
 
 Owns which arrays lie in which row of the lease table, and to whom a row belongs now. Such memory is either *the
 trainer's* (its row is being written: nobody can lease it) or *published* (engines may hold it; the trainer reads only).
-Refuses to know versions and files. Invariant: `export` hands the trainer's memory out, `take_back` is the only way back
-from a version that engines know, and it takes everything or nothing.
+Refuses to know versions and files. Invariant: `hand_out` makes the trainer's memory published, `take_back` is the only
+way back from a version that engines know, and it takes everything or nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,14 +108,14 @@ class LentMemory:
             "publisher.allocate(...), or publish a copy (borrow=False)"
         )
 
-    def export(self, rows: Iterable[int], version: str) -> None:
-        """Publishes the rows: engines can lease them by the generation that is in the table from here on."""
+    def hand_out(self, rows: Iterable[int], version: str) -> None:
+        """Makes the rows published: engines can lease them by the generation that is in the table from here on."""
         for row in rows:
             self._table.set_version(row, version)
             self._table.end_write(row)
 
     def take_in(self, rows: Iterable[int]) -> None:
-        """Undoes `export` of a version that engines were not told of: the rows are the trainer's again, unless an
+        """Undoes `hand_out` of a version that engines were not told of: the rows are the trainer's again, unless an
         engine has leased them already."""
         for row in rows:
             if not self._table.is_written(row):

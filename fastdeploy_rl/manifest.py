@@ -41,7 +41,7 @@ MAX_QUOTES: Final = 10_000_000
 ALIGNMENT: Final = 512
 
 _LIMIT = 2**63
-_QUOTES_PER_ALIAS = 4
+_QUOTES_PER_ALIAS = 4  # around its name, and around that of its target; those inside are escaped
 # What would make one line of a message or a log two, or hide part of it from a terminal.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LOCATOR = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)

@@ -42,7 +42,9 @@ COMMAND_SLOTS = 64
 MAX_VALUE_BYTES = 16_384
 """Longer values are none of ours."""
 
-_YES, _NO, _WAS_YES, _WAS_NO = (1 << 15 * field for field in range(4))
+_COUNT_BITS = 15
+"""Of each of the four counts in a decision word; more than all ranks can add up to."""
+_YES, _NO, _WAS_YES, _WAS_NO = (1 << _COUNT_BITS * index for index in range(4))
 _PROPOSED = {Decision.YES: _YES, Decision.NO: _NO}
 _WAS = {Decision.YES: _WAS_YES, Decision.NO: _WAS_NO}
 _NO_COMMAND = CommandRecord(0, 0, 0, 0, 0, "")
@@ -183,8 +185,9 @@ class StoreRendezvous:
         self._store.add(self._lost_key(rank), 1)
         with suppress(LifecycleError):  # another command has begun since: whoever leads it sees the mark
             number = self._number()
-            for question in Question if number else ():
-                self._propose(question, number, Decision.NO)
+            if number:
+                for question in Question:
+                    self._propose(question, number, Decision.NO)
         self._ring()
 
     def mark_back(self) -> None:
@@ -278,7 +281,7 @@ class StoreRendezvous:
 
 def _outcome(word: int) -> Decision:
     """What a decision word says: OPEN where nothing was proposed, or both and nobody wrote down which came first."""
-    yes, no, was_yes, was_no = (word >> 15 * field & 0x7FFF for field in range(4))
+    yes, no, was_yes, was_no = (word // one % (1 << _COUNT_BITS) for one in (_YES, _NO, _WAS_YES, _WAS_NO))
     if was_yes or (yes and not no and not was_no):
         return Decision.YES
     return Decision.NO if was_no or (no and not yes) else Decision.OPEN

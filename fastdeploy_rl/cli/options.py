@@ -46,12 +46,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="of an engine that wants one over HTTP; shows in process lists, so rather set FASTDEPLOY_RL_API_KEY",
     )
     parser.add_argument(
-        "--api-key-file", type=api_keys_in, metavar="FILE", help="the same from a file: its first line is sent"
+        "--api-key-file", type=api_keys_in, metavar="FILE", help="the same from a file: the first key in it is sent"
     )
 
 
 def client_key(options: argparse.Namespace) -> str | None:
-    """What was given; None leaves it to the environment."""
+    """The key that was given, --api-key before --api-key-file; None leaves it to the environment."""
     key: str | None = options.api_key or next(iter(options.api_key_file or ()), None)
     return key
 
@@ -90,7 +90,7 @@ def engine_address(text: str) -> int | str:
 
 
 def api_key(text: str) -> str:
-    """Never part of the complaint."""
+    """A key, which no complaint about it repeats."""
     try:
         return checked_api_key(text, "a key")
     except ConfigurationError as error:

@@ -158,5 +158,6 @@ def _second_handle(fd: int) -> socket.socket:
 
 
 def _first_line(error: Exception) -> str:
+    """Of Paddle's errors, which are a stack trace and then "(Kind) what happened", the line that begins so."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line.startswith("(")), str(error)[:200])

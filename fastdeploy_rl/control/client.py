@@ -148,7 +148,7 @@ class EngineUrl:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """That show an engine `api_key`; None takes the first of the environment's, "" shows none. ConfigurationError for
+    """Headers with `api_key`; None takes the first of the environment's, "" gives no header. ConfigurationError for
     what can be no key."""
     if api_key is None:
         api_key = next(iter(config.api_keys()), "")

@@ -81,7 +81,8 @@ class EngineFace:
 def make_app(face: EngineFace, api_keys: Sequence[str] = (), deadlines: Deadlines | None = None) -> FastAPI:
     """The application; starts nothing and owns nothing of `face`. Without `api_keys` every client is served."""
     app = FastAPI(title="fastdeploy_rl", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.deadlines = deadlines = deadlines or Deadlines()
+    deadlines = deadlines or Deadlines()
+    app.state.deadlines = deadlines  # for `_read_body`, which has nothing but the request
     if api_keys:
         app.add_middleware(ApiKeyGuard, keys=api_keys)
     app.add_exception_handler(FastDeployRLError, _answer_error)

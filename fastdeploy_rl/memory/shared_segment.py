@@ -27,7 +27,7 @@ class SharedSegment:
     """One open segment. `close()` drops the mapping; `unlink()`
     drops the name, and belongs to whoever owns the segment."""
 
-    def __init__(self, name: str, mapping: Mapping, inode: int = 0) -> None:
+    def __init__(self, name: str, mapping: Mapping, inode: int) -> None:
         self.name = name
         self.mapping = mapping
         self._inode = inode

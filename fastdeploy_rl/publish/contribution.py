@@ -71,6 +71,7 @@ def unite(version: WeightVersion, contributions: Sequence[Contribution]) -> Mani
     layouts = {contribution.layout for contribution in contributions}
     if len(layouts) != 1:
         raise TrainerError(f"the parts of {version} have different layouts: {', '.join(sorted(layouts))}")
+    # Where each one's segments begin among all; at the end, how many there are.
     bases = accumulate((len(contribution.segments) for contribution in contributions), initial=0)
     shares: dict[str, list[_Share]] = {}
     kinds: dict[str, tuple[int, ContributedTensor]] = {}

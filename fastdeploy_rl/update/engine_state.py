@@ -266,9 +266,13 @@ class EngineState:
             is_serving=int(answer.is_served),
             commands_done=self.commands_done,
             command=self.command,
-            reason=f"{answer.reason}: {self._reason}" if is_fenced else answer.reason,
+            reason=self._fence_reason(answer.reason) if is_fenced else answer.reason,
         )
         self._board.write(record, layout.STATUS_OFFSET)
+
+    def _fence_reason(self, reason: str) -> str:
+        """Where a version is committed, a rank is missing, and there is nothing that a client could do about that."""
+        return f"the engine is fenced: {self._reason}" if self.committed else f"{reason}: {self._reason}"
 
     def _exchange(self, expected: int | None) -> None:
         """Puts what is true in the place of `expected`. What a foreign process stored instead is left to be taken, also

@@ -25,6 +25,7 @@ _TRANSACTION, _WAY_BACK = (f"{_P}update/{name}.py" for name in ("transaction", "
 _LEASES, _SHELF, _CHANNEL = (f"{_P}publish/{name}.py" for name in ("leases", "arena_shelf", "channel"))
 _MANAGER, _IPC, _RECEIPT = f"{_P}manager.py", f"{_P}sources/ipc.py", f"{_P}receipt.py"
 
+_BORROWED = "tests/process/test_publish_borrowed.py"
 _UNDO = "tests/unit/test_undo.py"
 _TEST_BOARD = "tests/process/test_board.py"
 _ON_BOARD = "tests/conformance/test_board_rendezvous.py"
@@ -41,6 +42,7 @@ _VERIFY, _WORD, _LAWS = (
 _ONE_FAULT = f"{_FAULTY}::test_a_fault_at_one_rank_leaves_every_rank_on_its_version"
 _LATE = f"{_MISSED}::test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on"
 _A_TO_B = f"{_UPDATES}::test_a_to_b_to_a_is_bitwise_on_every_rank"
+_AFTER_THE_WORD = f"{_LAWS}::test_a_rank_that_dies_right_after_the_commit_word_is_brought_forward"
 _ANY_STEP = f"{_UNDO}::test_a_fault_at_either_end_of_any_step_is_undone"
 
 
@@ -373,7 +375,31 @@ MUTANTS = (
         _RECOVERY,
         "self._rendezvous.mark_lost(rank)",
         "pass",
-        f"{_DEATH}::test_a_dead_rank_that_nobody_starts_again_fences",
+        "tests/unit/test_recovery.py",
+    ),
+    _mutant(
+        "commit_word_forgotten",
+        "a version is committed from the moment in which its commit word reads YES",
+        f"{_P}update/committed.py",
+        "if command.number > status.command and was_committed(board, command):",
+        "if False:",
+        f"{_AFTER_THE_WORD}[0]",
+    ),
+    _mutant(
+        "commit_denied",
+        "whoever asked is told what the commit word says, though rank 0 died",
+        _COORDINATOR,
+        "is_done = is_committed and request.is_meant_by(last)",
+        "is_done = request.is_meant_by(last) and not is_committed",
+        f"{_AFTER_THE_WORD}[0]",
+    ),
+    _mutant(
+        "lost_after_commit_not_restored",
+        "a rank that died right after the commit is brought forward before the engine serves",
+        _COORDINATOR,
+        "        if outcome.lost:\n            self.state.fence(",
+        "        if False:\n            self.state.fence(",
+        f"{_AFTER_THE_WORD}[2]",
     ),
     # --- leases and the channel ------------------------------------------------------------------------
     _mutant(
@@ -474,6 +500,30 @@ MUTANTS = (
         "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK",
         "tests/unit/test_channel.py::test_a_latest_that_is_a_symbolic_link_is_refused",
     ),
+    _mutant(
+        "taken_back_while_leased",
+        "a trainer changes memory that it lent when nobody leases it any more",
+        f"{_P}publish/trainer_memory.py",
+        "self._table.wait_free([row], deadline_ns)",
+        "self._table.holders(row) or self._table.wait_free([row], deadline_ns)",
+        f"{_BORROWED}::test_waiting_names_the_engine_that_still_holds_the_memory_and_changes_nothing",
+    ),
+    _mutant(
+        "open_channel_used",
+        "a channel that others can enter is not used",
+        f"{_P}memory/private_directory.py",
+        "if stat.S_IMODE(status.st_mode) & 0o077:",
+        "if stat.S_IMODE(status.st_mode) & 0o1000:",
+        "tests/unit/test_channel.py::test_a_channel_that_others_can_enter_is_refused",
+    ),
+    _mutant(
+        "dead_engine_waited_for",
+        "whoever waits on an engine that dies is told at once",
+        f"{_P}update/client.py",
+        "            if not self._board.is_owner_alive():\n                raise PeerLostError(",
+        "            if self._is_abandoned:\n                raise PeerLostError(",
+        "tests/process/test_board_pressure.py::test_whoever_waits_for_a_slot_of_a_dying_engine_is_told",
+    ),
     # --- proof -----------------------------------------------------------------------------------------
     _mutant(
         "digest_copied",
@@ -481,7 +531,7 @@ MUTANTS = (
         _RECEIPT,
         "content_digest=content_digest_of(layout_digest, sums)",
         "content_digest=layout_digest",
-        f"{_UPDATES}::test_receipt_sums_are_the_published_checksums",
+        "tests/unit/test_receipt.py",
     ),
     _mutant(
         "reads_not_compared",

@@ -4,6 +4,7 @@
     scripts/mutants                          all of them, in less than a quarter of an hour
     scripts/mutants no_vote verify_skipped   two of them
     scripts/mutants --list                   their names, and the laws they break
+    scripts/mutants --jobs 1                 one after another
 
 First the tests that are to notice are run once on the unbroken copy, where all of them must pass. Then each mutant is
 planted by itself and its tests are run up to the first that fails.
@@ -13,10 +14,13 @@ what it makes of it is no program, or pytest did not come as far as a test; 0 ot
 
 import argparse
 import json
+import queue
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +30,10 @@ from mutants_list import MUTANTS, Mutant
 from mutants_tree import Copy, MutantsError, Verdict
 
 ROOT = Path(__file__).parents[1]
+_JOBS = 2
 JSON = Path("build/mutants.json")
 _UNBROKEN_TEST_S = 120.0
-_LEAST_TEST_S, _TIMES_SLOWER = 10.0, 5.0
+_LEAST_TEST_S, _TIMES_SLOWER = 10.0, 3.0
 """A test that hangs is ended after so much longer than the slowest of the selection took on the unbroken copy."""
 
 
@@ -53,7 +58,7 @@ def main() -> int:
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: nothing is left behind
     try:
-        rows = _play(mutants)
+        rows = _play(mutants, arguments.jobs)
     except MutantsError as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
@@ -65,27 +70,52 @@ def main() -> int:
     return 2 if told["errors"] else int(bool(told["survived"]))
 
 
-def _play(mutants: Sequence[Mutant]) -> list[Row]:
-    rows: list[Row] = []
-    with Copy(ROOT) as copy:
-        union = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-        unbroken = copy.run(union, _UNBROKEN_TEST_S)
-        if unbroken.is_killed:
-            raise MutantsError(f"{unbroken.killed_by} fails though nothing is broken: {unbroken.reason}")
-        _say(f"{len(union)} selections pass on the unbroken copy in {unbroken.seconds:.1f} s")
-        for number, mutant in enumerate(mutants, 1):
-            row = _play_one(copy, mutant, _patience_s(mutant, unbroken.test_seconds))
-            rows.append(row)
-            _say(f"{number}/{len(mutants)} {mutant.name}: {row.outcome} {row.error or _how(row.verdict)}")
-    return rows
+def _play(mutants: Sequence[Mutant], num_jobs: int) -> list[Row]:
+    """Each job has a copy of its own; most of the time is spent waiting for processes."""
+    with ExitStack() as stack:
+        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for _ in range(num_jobs):
+            free.put(stack.enter_context(Copy(ROOT)))
+        pool = stack.enter_context(ThreadPoolExecutor(num_jobs))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        took = _run_unbroken(pool, free, list(dict.fromkeys(test for mutant in mutants for test in mutant.tests)))
+        playing = [pool.submit(_play_one, free, mutant, _patience_s(mutant, took)) for mutant in mutants]
+        for number, future in enumerate(as_completed(playing), 1):
+            row = future.result()
+            _say(f"{number}/{len(mutants)} {row.mutant.name}: {row.outcome} {row.error or _how(row.verdict)}")
+        return [future.result() for future in playing]
 
 
-def _play_one(copy: Copy, mutant: Mutant, test_s: float) -> Row:
-    try:
+def _run_unbroken(pool: ThreadPoolExecutor, free: "queue.SimpleQueue[Copy]", tests: Sequence[str]) -> dict[str, float]:
+    """Seconds that each test took."""
+    began, num_jobs = time.monotonic(), free.qsize()
+    shares = [share for number in range(num_jobs) if (share := tests[number::num_jobs])]
+    took: dict[str, float] = {}
+    for verdict in pool.map(lambda share: _with_copy(free, lambda copy: copy.run(share, _UNBROKEN_TEST_S)), shares):
+        if verdict.is_killed:
+            raise MutantsError(f"{verdict.killed_by} fails though nothing is broken: {verdict.reason}")
+        took |= verdict.test_seconds
+    _say(f"{len(took)} tests pass on the unbroken copy in {time.monotonic() - began:.1f} s")
+    return took
+
+
+def _play_one(free: "queue.SimpleQueue[Copy]", mutant: Mutant, test_s: float) -> Row:
+    def play(copy: Copy) -> Verdict:
         with copy.planted(mutant.breaks):
-            return Row(mutant, copy.run(mutant.tests, test_s))
+            return copy.run(mutant.tests, test_s)
+
+    try:
+        return Row(mutant, _with_copy(free, play))
     except MutantsError as error:
         return Row(mutant, None, str(error))
+
+
+def _with_copy(free: "queue.SimpleQueue[Copy]", act: Callable[[Copy], Verdict]) -> Verdict:
+    copy = free.get(timeout=_UNBROKEN_TEST_S)  # there is one for each job
+    try:
+        return act(copy)
+    finally:
+        free.put(copy)
 
 
 def _patience_s(mutant: Mutant, unbroken: dict[str, float]) -> float:
@@ -144,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     names = [mutant.name for mutant in MUTANTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these", choices=[*names, []])
     parser.add_argument("--list", action="store_true", help="names and laws; plants nothing")
+    parser.add_argument("--jobs", type=int, default=_JOBS, help=f"how many at once (default {_JOBS})")
     parser.add_argument("--json", type=Path, default=JSON, help=f"where the figures go (default {JSON})")
     return parser
 

@@ -2,6 +2,7 @@
 
 import json
 import select
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +22,15 @@ from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.testing.faulty_source import Fail, FaultySource
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import next_board_request, running_requests
-from tests.process.answering import await_states
+from tests.process.answering import await_states, soon
 from tests.process.numpy_engine import NumpyEngine, free_port
-from tests.process.test_missed_and_fenced import wait_until
 from tests.process.test_rank_death import check_whole, kill, scene
 from tests.process.test_update_numpy import MODEL, publish
 from tests.process.threaded_engine import ThreadedEngine
+
+
+def await_that(engine: NumpyEngine, condition: Callable[[], bool]) -> None:
+    assert engine.board.wait_until(condition, soon(15)), engine.board.status()
 
 
 def test_cleared_is_not_shown_while_one_rank_has_not_freed_its_memory(tmp_path: Path):
@@ -64,7 +68,7 @@ def test_a_fenced_rank_drops_everything_before_it_says_that_it_has_finished(tmp_
         assert engine.ask(1, "refuse bind") == "refusing"
         with pytest.raises(FencedError, match="rank 1 could not undo"):
             client.update()
-        wait_until(lambda: client.status().legacy_status == "CLEARED")
+        await_that(engine, lambda: client.status().legacy_status == "CLEARED")
         calls = engine.ask(1, "calls")
         fenced, cleared = calls.index("abort the engine is fenced"), calls.index("abort the engine was cleared")
         assert calls[fenced:cleared] == ["abort the engine is fenced", "drop_kv_cache", "unbind", "drain"]
@@ -86,7 +90,7 @@ def test_memory_that_changes_between_verify_and_commit_is_found_after_it_and_fen
         fault = {"act": "flip_file", "step": "verify", "when": "end", **place}
         assert engine.ask(1, f"fault {json.dumps(fault)}") == "armed"
         client.update()
-        wait_until(lambda: client.status().legacy_status == "CLEARED")
+        await_that(engine, lambda: client.status().legacy_status == "CLEARED")
         status = client.status()
         assert (status.admission, status.version) == ("fenced", "")
         assert "do not hold the bytes that were staged, first norm" in status.reason
@@ -101,7 +105,7 @@ def test_a_rank_that_comes_back_with_other_weights_than_it_left_fences(tmp_path:
     with scene(tmp_path) as (engine, publisher, client):
         engine._config["seed"] = 7
         kill(engine, 1)
-        wait_until(lambda: client.status().legacy_status == "CLEARED")
+        await_that(engine, lambda: client.status().legacy_status == "CLEARED")
         assert client.status().admission == "fenced"
         assert "the ranks do not hold version 0.0 as it was committed" in client.status().reason
         assert engine.tokens() == [None] * 3
@@ -162,15 +166,18 @@ def test_requests_are_carried_out_in_the_order_in_which_they_were_asked_for():
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(tmp_path: Path, rank: int):
+def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+):
     """Nobody wakes it: what it holds is not known, so it is killed and started anew; of rank 0 the next one sees to
     that. The update never comes to pass."""
+    monkeypatch.setattr(Deadlines, "outcome_s", 1.0)  # of the client
     with (
         NumpyEngine(
             MODEL,
             channel=tmp_path / "channel",
             is_restarted_on_death=True,
-            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=20.0, finish_s=0.3),
+            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=10.0, finish_s=0.3),
             module="fastdeploy_rl.testing.faulty_worker",
         ) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
@@ -182,7 +189,7 @@ def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(tmp
         assert engine.ask(rank, f"fault {json.dumps({'act': 'stop', 'step': 'install', 'when': 'end'})}") == "armed"
         with pytest.raises((DeadlineExceededError, PeerLostError)):
             client.update(deadline_s=0.5)
-        wait_until(lambda: len(engine.deaths) == 1 and client.status().is_serving)
+        await_that(engine, lambda: len(engine.deaths) == 1 and client.status().is_serving)
         assert engine.deaths == [rank]
         check_whole(engine, client, random_weights(MODEL, 1), "1.1")
         client.update()
@@ -226,4 +233,30 @@ def test_every_rank_goes_back_when_one_fails_after_all_have_installed(tmp_path: 
             client.update()
         check_whole(engine, client, random_weights(MODEL, 1), "1.1")
         client.update()
+        check_whole(engine, client, random_weights(MODEL, 2), "1.2")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_right_after_the_commit_word_is_brought_forward(tmp_path: Path, rank: int):
+    """The word alone says so; whoever asked is told what it says, also where rank 0 died before it could tell."""
+    with (
+        NumpyEngine(
+            MODEL,
+            channel=tmp_path / "channel",
+            is_restarted_on_death=True,
+            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=10.0, finish_s=0.3),
+            module="fastdeploy_rl.testing.faulty_worker",
+        ) as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, random_weights(MODEL, 1), 1)
+        client.update()
+        publish(publisher, random_weights(MODEL, 2), 2)
+        assert engine.ask(rank, f"fault {json.dumps({'act': 'kill', 'step': 'commit', 'when': 'begin'})}") == "armed"
+        report = client.update(deadline_s=20)
+        assert (report.outcome, report.version) == ("done", "1.2")
+        # Of every rank: what was told is that all of them hold it.
+        assert {len(of_ranks) for of_ranks in report.receipt.live.values()} == {3}
+        await_that(engine, lambda: len(engine.deaths) == 1 and client.status().is_serving)
         check_whole(engine, client, random_weights(MODEL, 2), "1.2")

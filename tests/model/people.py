@@ -106,10 +106,10 @@ class Request:
         return "done" if self.report is not None else "waiting"
 
     def bury(self) -> None:
-        self.actor.bury()
         board = self._client._open_board
         if self.actor.is_dead and board is not None:
-            board.forsake()
+            board.forsake()  # before its thread goes on, and closes it
+        self.actor.bury()
         join(self.thread)
 
 

@@ -4,12 +4,14 @@ import json
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from served_model import write_tiny_llama
 
 from fastdeploy_rl.board.board import Leftovers
 from fastdeploy_rl.cli import main, serve
 from fastdeploy_rl.cli.serve import StartSummary, summarize
+from fastdeploy_rl.control.http_address import HttpAccess
 from fastdeploy_rl.engines.embedded import supervisor
 from fastdeploy_rl.engines.embedded.messages import Ready
 from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, check_model
@@ -110,6 +112,17 @@ def test_lost_and_returned_workers_are_told_to_people_and_to_programs(capsys: py
     assert lost == "lost rank 1 (pid 7) was killed by SIGKILL; see log/workerlog.1; starting rank 1 again"
     assert back == "rank 1 is back after 2.5 s"
     assert [json.loads(line)["event"] for line in documents] == ["rank_lost", "rank_back"]
+
+
+@pytest.mark.parametrize("access", HttpAccess)
+def test_people_read_of_every_kind_of_access_who_has_it(
+    config: ServeConfig, model: CheckedModel, access: HttpAccess
+) -> None:
+    """The verb keeps words for the values of an enum that it does not import."""
+    summary = msgspec.structs.replace(summarize(config, model, None), http_access=access.value)
+    line = str(serve.summary_lines(summary)["http"])
+    assert line.startswith(f"{summary.url}, ")
+    assert serve._ACCESS_TEXTS.keys() == {kind.value for kind in HttpAccess}
 
 
 def test_the_log_has_the_same_in_one_line(

@@ -91,7 +91,8 @@ class Rank:
         self.rank = rank
         self.actor = Actor(f"rank {rank}", self._locks)
         self.is_started = threading.Event()
-        self.boundaries: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Python 3.11's SimpleQueue may wait for good where its time-out is nearly over.
+        self.boundaries: queue.Queue[int] = queue.Queue()
         self.complaint = ""
         self._engine = engine
         self._is_over = threading.Event()
@@ -141,7 +142,7 @@ class Rank:
             if number:
                 self._engine.tell(number)
         with contextlib.suppress(queue.Empty):
-            number = self.boundaries.get(timeout=0.0001 if self.rank == 0 else _LOOK_S)
+            number = self.boundaries.get(self.rank != 0, _LOOK_S)
             self.actor.act("step")
             self.manager.run(number)
 

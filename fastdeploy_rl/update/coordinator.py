@@ -292,6 +292,8 @@ class Coordinator:
         if outcome.outcome is Outcome.DONE:
             self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
         elif outcome.outcome is Outcome.REJECTED:
+            if outcome.lost and self.state.committed is not None:
+                self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
             self.state.undo_update(before)
         return outcome, version
 
@@ -366,7 +368,7 @@ class Coordinator:
         if outcome.outcome is Outcome.DONE:
             self._forget_receipt()
             self.state.clear(self._conductor.number)
-        elif outcome.outcome is Outcome.REJECTED and was_serving:
+        elif outcome.outcome is Outcome.REJECTED and was_serving and not self._rendezvous.lost_ranks():
             self.state.resume()
         return outcome
 

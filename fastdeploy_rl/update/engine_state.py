@@ -191,14 +191,16 @@ class EngineState:
             self._reason = reason
             if is_torn:
                 self.content_digest = self.source = ""
-            if self.lifecycle.update is not UpdatePhase.IDLE:
-                self._apply(UpdateEvent.FINISH if self.lifecycle.update is UpdatePhase.COMMITTING else UpdateEvent.UNDO)
-            if self.lifecycle.update is UpdatePhase.UNDOING:
-                self._apply(UpdateEvent.UNDONE)
-            if self.lifecycle.admission is not Admission.FENCED:
-                self._apply(AdmissionEvent.FENCE)
-            else:
-                self.show()
+            is_fenced = self.lifecycle.admission is Admission.FENCED
+            # In one go: between an update's end and the fence nobody may see the engine serve.
+            self._apply(*self._out_of_update(), *([] if is_fenced else [AdmissionEvent.FENCE]))
+
+    def _out_of_update(self) -> list[UpdateEvent]:
+        """The events that end what the update table is in."""
+        phase = self.lifecycle.update
+        if phase in (UpdatePhase.IDLE, UpdatePhase.COMMITTING):
+            return [UpdateEvent.FINISH] if phase is UpdatePhase.COMMITTING else []
+        return [UpdateEvent.UNDONE] if phase is UpdatePhase.UNDOING else [UpdateEvent.UNDO, UpdateEvent.UNDONE]
 
     def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent) -> None:
         """All events, or none where one of them is illegal."""

@@ -20,7 +20,7 @@ from tests.faults.fault_judge import Reference, Seen
 from tests.faults.fault_scene import ANSWER_S, DEADLINE_S, FaultScene, SceneError, Weights
 from tests.process.numpy_engine import NumpyEngine
 
-DEADLINES = Deadlines(update_s=DEADLINE_S, clear_s=2.0, finish_s=0.2, rejoin_s=10.0, attach_s=30.0, step_s=30.0)
+DEADLINES = Deadlines(update_s=DEADLINE_S, clear_s=2.0, finish_s=0.35, rejoin_s=10.0, attach_s=30.0, step_s=30.0)
 
 MODEL = NumpyModel(
     (

@@ -137,11 +137,16 @@ class Ballot(enum.IntEnum):
 AGAINST = frozenset({Ballot.REFUSED, Ballot.FAILED})
 
 
+FOREIGN = 2
+"""No value that the engine puts into the legacy word."""
+
+
 class StatusRecord(NamedTuple):
     """`version`: what is served now, empty while nothing is. `last_version` stays when it is not served any more;
     `content_digest` and `source` (where its bytes came from) do so while ranks hold it, and are empty where none is
     whole. `command`: the number of the last command whose outcome is told here; `pending`: the legacy command that is
-    being carried out, 0 for none."""
+    being carried out, 0 for none. The word is to read `legacy_status`; `shown`: what rank 0 left in it last (where the
+    two differ it was about to put the one in the other's place), or FOREIGN where another process has stored since."""
 
     admission: str
     update: str

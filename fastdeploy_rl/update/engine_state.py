@@ -104,18 +104,22 @@ class EngineState:
         with self._lock:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
-            # Not what the word was to read: that may be UPDATING, and in the word a command that reads alike.
-            is_known = record.shown in set(LegacyStatus) and not record.pending
-            self._shown = LegacyStatus(record.shown) if is_known else LegacyStatus.NORMAL
-            found = self._weights_word.load()
-            if found in (LegacyStatus.NORMAL, LegacyStatus.CLEARED):
-                self._shown = LegacyStatus(found)  # no command; it died between its record and the word
+            self._shown = self._left_in_word(record)
             if committed is not None:
                 self._adopt(committed)
             elif record.admission != Admission.FENCED.value:
                 return self.start_cleared()
             self._reason = record.reason if committed is None else "rank 0 died and is back"
             self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.FENCE)
+
+    def _left_in_word(self, record: layout.StatusRecord) -> LegacyStatus | None:
+        """As `_shown`. A rank 0 that died between its record and the word left the one or the other value there."""
+        found = self._weights_word.load()
+        is_ours = record.shown != layout.FOREIGN and found in (record.shown, record.legacy_status)
+        is_command = found in {command.value for command in LegacyCommand}
+        if found not in set(LegacyStatus) or (is_command and (record.pending or not is_ours)):
+            return None
+        return LegacyStatus(found)
 
     def start_cleared(self) -> None:
         """Every rank is there, without weights: the first update brings them."""
@@ -221,6 +225,7 @@ class EngineState:
                 return None
             if value not in {command.value for command in LegacyCommand}:
                 self._exchange(value)  # no command: a foreign NORMAL or CLEARED, or noise; show the truth again
+                self._write_record()
                 return None
             self._pending, self._shown = LegacyCommand(value), LegacyStatus(value)
             self.show()
@@ -245,12 +250,14 @@ class EngineState:
         """Writes the status record and then the words, so that
         whoever a word wakes reads a record that is not older."""
         with self._lock:
+            if self._weights_word.load() != self._shown:
+                self._shown = None
             noted = self._shown
             self._write_record()
             self._show_others()
             self._exchange(noted)
             if self._shown is not noted:
-                self._write_record()  # for a rank 0 to come: from here on that value in the word is ours
+                self._write_record()  # for a rank 0 to come: whose the value in the word is
 
     def _write_record(self) -> None:
         answer = answer_at_admission(self.lifecycle)
@@ -264,7 +271,7 @@ class EngineState:
             source=self.source,
             legacy_status=legacy_word(self.lifecycle, self._pending),
             pending=self._pending or 0,
-            shown=self._shown or LegacyStatus.NORMAL,
+            shown=layout.FOREIGN if self._shown is None else self._shown,
             is_serving=int(answer.is_served),
             commands_done=self.commands_done,
             command=self.command,

@@ -96,3 +96,15 @@ def test_a_command_that_was_stored_over_another_store_is_not_taken_for_the_one_b
     assert serving.take_legacy_command() is LegacyCommand.CLEAR
     serving.end_legacy_command()
     assert (word.load(), serving.take_legacy_command()) == (NORMAL, None)
+
+
+def test_a_word_that_is_ahead_of_the_record_is_no_command(
+    board: Board, word: StatusWord, serving: EngineState, successors: list[EngineState], monkeypatch: pytest.MonkeyPatch
+):
+    """Rank 0 put UPDATING into the word for a command of the board, and died before it could write down that it did."""
+    records = iter([serving._write_record, lambda: None])
+    monkeypatch.setattr(serving, "_write_record", lambda: next(records)())
+    serving.fence("ranks [1] died", is_torn=False)
+    assert word.load() == UPDATE
+    take_over(successors[0], board)
+    assert successors[0].take_legacy_command() is None

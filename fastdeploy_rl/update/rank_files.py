@@ -101,6 +101,15 @@ class RankFiles:
 
     def _write(self, name: str, record: msgspec.Struct) -> None:
         data = msgspec.json.encode(record)
+        try:
+            self._replace(name, data)
+        except StepFailedError as error:
+            # A rank that was started again writes of a command that is over while rank 0 takes its files away.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            self._replace(name, data)
+
+    def _replace(self, name: str, data: bytes) -> None:
         with self._creating(name) as fd:
             # Over what was reserved, and cut to size only then: room that is given back may be gone.
             written = 0

@@ -43,3 +43,19 @@ def test_a_disk_without_room_is_told_beforehand_and_leaves_nothing(
     with pytest.raises(StepFailedError, match=r"cannot be written.*No space left"):
         RankFiles(tmp_path).reserve_part(0, 3, LIKELY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_last_word_that_is_taken_away_while_it_is_written_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A rank that was started again says so about a command whose files rank 0 removes just then."""
+    files, replace = RankFiles(tmp_path), os.replace
+
+    def replace_after_removal(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        files.remove_command(4)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_after_removal)
+    files.write_part(2, 4, RankPart(is_reborn=True))
+    assert files.read_part(2, 4).is_reborn

@@ -58,7 +58,7 @@ MUTANTS = (
         _CONDUCTOR,
         "error = self._await_ballots(command, Ballot.STAGED, excused)",
         "error = None",
-        f"{_MISSED}::test_a_rank_that_is_silent_while_staging_only_rejects",
+        "tests/unit/test_conductor.py",
     ),
     _mutant(
         "refusal_not_heard",
@@ -74,7 +74,7 @@ MUTANTS = (
         _CONDUCTOR,
         "objection = self._await_ballots(command, Ballot.VERIFIED, excused)",
         "objection = None",
-        f"{_LATE}[2]",
+        "tests/unit/test_conductor.py",
     ),
     _mutant(
         "install_without_decision",

@@ -163,6 +163,7 @@ def _table(rows: Sequence[Row]) -> str:
         verdict = row.verdict or Verdict("", "", 0.0, {})
         lines.append(f"{row.outcome:9}{verdict.seconds:6.1f} s  {row.mutant.name:32}{row.mutant.law}")
         by = verdict.killed_by or row.error.partition("\n")[0] or f"passed: {' '.join(row.mutant.tests)}"
+        by += " (hung)" if "Timeout" in verdict.reason else ""
         lines.append(f"{'':19}{by}")
     return "\n".join(lines)
 

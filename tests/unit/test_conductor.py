@@ -43,3 +43,19 @@ def test_no_command_is_announced_while_a_rank_has_not_followed_the_one_before(bo
     seats[1].vote(1, Ballot.FINISHED)
     assert lead(conductor).outcome is Outcome.REJECTED
     assert seats[1].current().number == 2
+
+
+@pytest.mark.parametrize(
+    ("question", "reached"), [(Question.INSTALL, Ballot.STARTED), (Question.COMMIT, Ballot.STAGED)], ids=str
+)
+def test_nothing_is_decided_before_every_rank_has_voted_for_it(
+    board: Board, question: Question, reached: Ballot
+) -> None:
+    """One rank is behind: the word reads NO when time is up, and never YES."""
+    seats = [BoardRendezvous(board, rank) for rank in range(2)]
+    conductor = Conductor(seats[0], RankFiles(board.run_dir), finish_s=0.05, condemn=None)
+    seats[0].vote(1, Ballot.VERIFIED)
+    seats[1].vote(1, reached)
+    outcome = lead(conductor)
+    assert outcome.outcome is not Outcome.DONE
+    assert seats[1].decided(question, 1) is Decision.NO

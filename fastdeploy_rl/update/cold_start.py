@@ -46,6 +46,7 @@ def cold_weights(
         views=views,
         read=read,
         live=live,
+        is_read_back=True,
     )
 
 

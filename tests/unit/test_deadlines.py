@@ -82,6 +82,7 @@ SPOKEN = {
     ("engines/embedded/worker_set.py", "asyncio.sleep(_CONDEMNED_PERIOD_S)"): LIFE,
     ("engines/embedded/worker_process.py", "self._child.poll()"): NEVER_WAITS,
     ("engines/numpy/worker.py", "self._manager.poll()"): NEVER_WAITS,
+    ("testing/faulty_worker.py", "time.sleep(linger_s)"): "as long as a test says",
     ("engines/numpy/worker.py", "time.sleep(float(question.removeprefix('busy ')))"): "as long as a test says",
     ("manager.py", "self._lock.acquire()"): OWNER_LOCK,
     ("memory/owner_lock.py", "self.acquire()"): OWNER_LOCK,

@@ -1,0 +1,278 @@
+"""One rank's part in each command: staged while it serves, run at a decode boundary, finished as the ranks decided.
+
+Owns what this rank votes and what it does with each decision, on two threads that take turns: the manager's stages, the
+engine's loop runs the stalled part. Refuses to know when commands come and who lives. Invariant: each command that was
+staged here is finished here once, committed or undone, and said so; after that the runner is bound to one complete
+version or to none."""
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
+from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
+from fastdeploy_rl.report import CommandKind
+from fastdeploy_rl.update.attempt import Failure, attempt
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.update.steps import RankUpdate
+from fastdeploy_rl.update.transaction import (
+    ClearCommand,
+    KeepCommand,
+    RankCommand,
+    RankState,
+    RecomputeCommand,
+    StepObserver,
+    UpdateCommand,
+)
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Handover:
+    """A command that all ranks decided to install, from the manager's thread to the engine's loop."""
+
+    record: CommandRecord
+    command: RankCommand
+
+
+class Participant:
+    """`wake` is called when a command waits for the engine's loop. `observer` hears of the steps of updates."""
+
+    def __init__(
+        self,
+        *,
+        board: Board,
+        rendezvous: BoardRendezvous,
+        state: RankState,
+        apply_mode: str,
+        rollback: str,
+        observer: StepObserver,
+        wake: Callable[[], None],
+    ) -> None:
+        self.rank = rendezvous.rank
+        self._board = board
+        self._rendezvous = rendezvous
+        self._files = RankFiles(board.run_dir)
+        self._state = state
+        self._apply_mode = apply_mode
+        self._rollback = rollback
+        self._observer = observer
+        self._wake = wake
+        self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
+        self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
+        self._owed: list[Callable[[], None]] = []
+        """Memory of commands that are over, still to be let go; the manager's thread's."""
+
+    @property
+    def shown_version(self) -> str:
+        """The version that this rank holds, as text; empty for none."""
+        return str(self._state.live.version) if self._state.live is not None else ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """A command was handed over that `run` did not take yet."""
+        return not self._handovers.empty()
+
+    @property
+    def has_replaced(self) -> bool:
+        """A commit left memory behind that `retire_replaced` lets go."""
+        return not self._replaced.empty()
+
+    # --- the manager's thread ----------------------------------------------------------------------
+
+    def retire_replaced(self) -> None:
+        """The new version is live, whatever happens here: memory that somebody still looks at is reported, and let go
+        later."""
+        while not self._replaced.empty():
+            self._owed.append(self._replaced.get_nowait().retire)
+        owed, self._owed = self._owed, []
+        for let_go in owed:
+            failure = self._attempt(let_go)
+            if failure is not None:
+                _log.error("rank=%d event=leak reason=%r", self.rank, failure.text)
+                self._owed.append(let_go)
+
+    def stage(self, record: CommandRecord) -> bool:
+        """Blocks until the engine's loop has taken the command, or it is over; whether all decided to install it."""
+        self._rendezvous.vote(record.number, Ballot.STARTED, phase="staging")
+        command = self._command(record)
+        error = self._attempt(command.stage)
+        if error is None:
+            error = self._attempt(lambda: self._prepare_files(record, command))
+        if error is None:
+            self._rendezvous.vote(record.number, Ballot.STAGED, phase="staged")
+        else:
+            self._rendezvous.vote(record.number, Ballot.REFUSED, phase="refused", error=error.name, reason=error.text)
+        if self._decision(Question.INSTALL, record) is Decision.YES:
+            self._hand_over(_Handover(record, command))
+            return True
+        self._finish(record, command, Decision.NO, error)
+        return False
+
+    def _hand_over(self, handover: _Handover) -> None:
+        """To the engine's loop; taken back when the deadline passes before it comes for it: then no rank can commit."""
+        self._handovers.put(handover)
+        self._wake()
+        self._board.ring()  # a loop that was told of the command by rank 0 may be waiting for it already
+
+        def is_over() -> bool:
+            return self._handovers.empty() or self._is_refused(handover.record)
+
+        self._board.wait_until(is_over, handover.record.deadline_ns)
+        with contextlib.suppress(queue.Empty):
+            handover = self._handovers.get_nowait()
+            decision = self._decision(Question.COMMIT, handover.record)
+            self._finish(handover.record, handover.command, decision, self._why_taken_back())
+
+    def _why_taken_back(self) -> Failure:
+        lost = sorted(self._board.lost_ranks())
+        if lost:
+            return Failure(PeerLostError.__name__, f"ranks {lost} died before all came to a decode boundary")
+        return Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
+
+    def _is_refused(self, record: CommandRecord) -> bool:
+        """A rank died, or ran out of time: there is nothing to wait for any more."""
+        try:
+            return self._rendezvous.decided(Question.COMMIT, record.number) is Decision.NO
+        except LifecycleError:
+            return True
+
+    def _prepare_files(self, record: CommandRecord, command: RankCommand) -> None:
+        receipt = command.receipt()
+        self._files.reserve_part(self.rank, record.number, RankPart(command.report(), receipt))
+        if receipt is not None:
+            self._files.write_staged(self.rank, record.number, RankPart(command.report(), receipt))
+
+    def _command(self, record: CommandRecord) -> RankCommand:
+        if record.kind == CommandKind.CLEAR:
+            return ClearCommand(self._state, record.deadline_ns)
+        if record.kind == CommandKind.RECOMPUTE:
+            return RecomputeCommand(self._state)
+        version, live = WeightVersion(record.epoch, record.step), self._state.live
+        if record.kind == CommandKind.RESTORE and live is not None and live.version == version:
+            return KeepCommand(self._state, record.deadline_ns)
+        update = RankUpdate(
+            version=version,
+            content_digest=record.content_digest,
+            deadline_ns=record.deadline_ns,
+            runner=self._state.runner,
+            source=self._state.source,
+            plans=self._state.plans,
+            arenas=self._state.arenas,
+            apply_mode=self._apply_mode,
+            rollback=self._rollback,
+            num_threads=self._state.num_threads,
+            old=live,
+        )
+        return UpdateCommand(self._state, update, self._observer)
+
+    # --- the engine's loop -------------------------------------------------------------------------
+
+    def run(self, number: int) -> None:
+        """The stalled part of command `number`, on every rank at
+        the same boundary; at most until the command's deadline.
+
+        Never raises because a command is rejected: then the runner is where it was."""
+        handover = self._await_handover(number)
+        if handover is None:
+            return
+        record, command = handover.record, handover.command
+        stalled_since = time.monotonic()
+        error = self._attempt(command.stall)
+        if error is None:
+            self._rendezvous.vote(number, Ballot.VERIFIED, phase="verified")
+        else:
+            self._rendezvous.vote(number, Ballot.FAILED, phase="failed", error=error.name, reason=error.text)
+        self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
+
+    def _await_handover(self, number: int) -> _Handover | None:
+        """What the manager's own thread staged for `number`; None when that
+        was taken back, or did not come before the command's deadline."""
+        record = self._rendezvous.current()
+
+        def is_over() -> bool:
+            own = self._rendezvous.own
+            return (own.command, own.ballot) == (number, Ballot.FINISHED)
+
+        # Of a command that is over there is nothing: what may lie there is the next one's, for its own boundary.
+        if record.number == number and not is_over():
+            self._board.wait_until(lambda: not self._handovers.empty() or is_over(), record.deadline_ns)
+            with contextlib.suppress(queue.Empty):
+                return self._handovers.get_nowait()
+        _log.error("command=%d rank=%d event=missed_boundary", number, self.rank)
+        return None
+
+    # --- both threads, one after the other ---------------------------------------------------------
+
+    def _decision(self, question: Question, record: CommandRecord) -> Decision:
+        try:
+            return self._rendezvous.await_decision(question, record.number, record.deadline_ns)
+        except LifecycleError:
+            return Decision.NO  # the board went on without this rank
+
+    def _finish(
+        self,
+        record: CommandRecord,
+        command: RankCommand,
+        decision: Decision,
+        error: Failure | None,
+        stalled_since: float | None = None,
+    ) -> None:
+        """Follows the decision and says so. A stalled part that can
+        neither be committed nor undone fences this rank."""
+        is_committed = decision is Decision.YES
+        failure = self._follow(command.commit if is_committed else command.undo)
+        fence_reason = ""
+        stall_seconds = 0.0 if stalled_since is None else time.monotonic() - stalled_since
+        if failure is not None and stalled_since is not None:
+            fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
+            self._fence(command)
+        elif failure is not None:
+            self._owed.append(command.undo)
+        part = RankPart(
+            report=structs.replace(command.report(error.text if error else ""), stall_seconds=stall_seconds),
+            receipt=command.receipt() if is_committed and not fence_reason else None,
+            fence_reason=fence_reason,
+        )
+        if is_committed:
+            self._replaced.put(command)
+        version = self.shown_version
+        outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
+        self._attempt(lambda: self._files.write_part(self.rank, record.number, part))
+        self._rendezvous.show(version=version)
+        self._rendezvous.vote(
+            record.number,
+            Ballot.FINISHED,
+            phase="fenced" if fence_reason else "idle",
+            error=error.name if error else "",
+            reason=error.text if error else "",
+        )
+        _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
+
+    def _follow(self, act: Callable[[], None]) -> Failure | None:
+        """A commit or an undo: what failed of it is tried once more, and changed nothing that the second time needs."""
+        return self._attempt(act) and self._attempt(act)
+
+    def _fence(self, command: RankCommand) -> None:
+        """Nothing of a torn version stays within reach of a request, and nothing of it is held. What fails of it keeps
+        the rest from nothing."""
+        runner, live = self._state.runner, self._state.live
+        self._attempt(lambda: runner.abort_requests("the engine is fenced"))
+        self._attempt(runner.drop_kv_cache)
+        self._attempt(runner.unbind)
+        self._state.live = None
+        self._attempt(command.abandon)
+        if live is not None:
+            self._attempt(lambda: live.release(self._state.arenas))
+
+    def _attempt(self, act: Callable[[], None]) -> Failure | None:
+        return attempt(act, self.rank)

@@ -23,6 +23,7 @@ _CONDUCTOR, _COORDINATOR, _STATE = (f"{_P}update/{name}.py" for name in ("conduc
 _REQUESTS, _RECOVERY, _STEPS = (f"{_P}update/{name}.py" for name in ("requests", "recovery", "steps"))
 _TRANSACTION, _WAY_BACK = (f"{_P}update/{name}.py" for name in ("transaction", "way_back"))
 _LEASES, _SHELF, _CHANNEL = (f"{_P}publish/{name}.py" for name in ("leases", "arena_shelf", "channel"))
+_PARTICIPANT = f"{_P}update/participant.py"
 _MANAGER, _IPC, _RECEIPT = f"{_P}manager.py", f"{_P}sources/ipc.py", f"{_P}receipt.py"
 
 _BORROWED = "tests/process/test_publish_borrowed.py"
@@ -79,7 +80,7 @@ MUTANTS = (
     _mutant(
         "install_without_decision",
         "a rank installs after the install decision YES only",
-        _MANAGER,
+        _PARTICIPANT,
         "if self._decision(Question.INSTALL, record) is Decision.YES:",
         "if self._decision(Question.INSTALL, record) is not Decision.OPEN:",
         f"{_LAWS}::test_an_update_that_one_rank_refuses_stalls_none[alias]",
@@ -87,7 +88,7 @@ MUTANTS = (
     _mutant(
         "no_undo_on_rank_2",
         "before the commit word every rank undoes",
-        _MANAGER,
+        _PARTICIPANT,
         "self._follow(command.commit if is_committed else command.undo)",
         "self._follow(command.commit if is_committed or self.rank == 2 else command.undo)",
         f"{_LAWS}::test_every_rank_goes_back_when_one_fails_after_all_have_installed[copy]",
@@ -95,7 +96,7 @@ MUTANTS = (
     _mutant(
         "undo_after_yes",
         "after the commit word every rank rolls forward",
-        _MANAGER,
+        _PARTICIPANT,
         "is_committed = decision is Decision.YES",
         "is_committed = decision is Decision.YES and self.rank != 1",
         f"{_A_TO_B}[full-alias-2]",
@@ -209,8 +210,8 @@ MUTANTS = (
         "audit_skipped",
         "aliased memory is read once more after the commit",
         _MANAGER,
-        "elif not self._is_audited:",
-        "elif not self._is_audited and self.rank > 99:",
+        "elif not live.is_read_back:",
+        "elif not live.is_read_back and self.rank > 99:",
         f"{_LAWS}::test_memory_that_changes_between_verify_and_commit_is_found_after_it_and_fences",
     ),
     _mutant(
@@ -241,7 +242,7 @@ MUTANTS = (
     _mutant(
         "fence_keeps_weights",
         "a fenced rank has no weights bound before it says that it has finished",
-        _MANAGER,
+        _PARTICIPANT,
         "self._attempt(runner.unbind)",
         "pass",
         f"{_LAWS}::test_a_fenced_rank_drops_everything_before_it_says_that_it_has_finished",
@@ -249,7 +250,7 @@ MUTANTS = (
     _mutant(
         "fence_keeps_kv_cache",
         "a fenced rank has no KV cache before it says that it has finished",
-        _MANAGER,
+        _PARTICIPANT,
         "self._attempt(runner.drop_kv_cache)",
         "pass",
         f"{_LAWS}::test_a_fenced_rank_drops_everything_before_it_says_that_it_has_finished",
@@ -340,7 +341,7 @@ MUTANTS = (
         "successor_keeps_wrong_version",
         "a rank that comes back holds the committed version",
         (
-            Break(_MANAGER, "live is not None and live.version == version:", "live is not None:"),
+            Break(_PARTICIPANT, "live is not None and live.version == version:", "live is not None:"),
             Break(_MANAGER, "return committed is not None and committed.is_cold", "return True"),
         ),
         (f"{_DEATH}::test_a_rank_that_dies_after_an_update_comes_back_to_it_from_the_channel[1-alias]",),

@@ -1,8 +1,8 @@
 """Rank 0's coordinator: takes requests one by one, carries each out on all ranks, and tells how it ended.
 
-Owns the order of requests, the engine's receipt and the reports. Refuses to touch a weight, and to know how a dead rank
-comes back (recovery.py does). Invariant: each request gets exactly one outcome, and what the engine shows of itself
-follows from outcomes only.
+Owns the order of requests and what the engine shows of itself. Refuses to touch a weight, to know how a dead rank comes
+back (recovery.py), and what is written about a command (chronicle.py). Invariant: each request gets exactly one
+outcome, and what the engine shows of itself follows from outcomes only.
 """
 
 import logging
@@ -10,11 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from msgspec import structs
-
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
-from fastdeploy_rl.board.board import HISTORY, Board
+from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import StatusRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
@@ -25,16 +23,15 @@ from fastdeploy_rl.errors import (
     NotServingError,
     PeerLostError,
     VersionRegressError,
-    wire_text,
 )
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
-from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport, history_entry
+from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
+from fastdeploy_rl.update.chronicle import Chronicle
 from fastdeploy_rl.update.committed import CHECKPOINT, Committed, committed_version, was_committed
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
-from fastdeploy_rl.update.history import append_history
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart, receipts_of
 from fastdeploy_rl.update.recovery import Recovery
 from fastdeploy_rl.update.requests import (
@@ -44,7 +41,6 @@ from fastdeploy_rl.update.requests import (
     RestoreRequest,
     next_board_request,
     running_requests,
-    unread_commands,
 )
 from fastdeploy_rl.update.transaction import as_step_failure
 from fastdeploy_rl.version import WeightVersion
@@ -83,14 +79,14 @@ class Coordinator:
         self._load_strategy = load_strategy
         self._deadlines = deadlines
         self._on_fault = on_fault
-        self._files = RankFiles(board.run_dir)
+        files = RankFiles(board.run_dir)
+        self._chronicle = Chronicle(board, files, self.state)
         condemn = board.condemn if is_restarted_on_death else None
-        self._conductor = Conductor(rendezvous, self._files, deadlines.finish_s, condemn)
+        self._conductor = Conductor(rendezvous, files, deadlines.finish_s, condemn)
         self._recovery = Recovery(
             rendezvous, self._conductor, source, deadlines, is_restarted_on_death=is_restarted_on_death
         )
         self._rendezvous = rendezvous
-        self._receipt: Receipt | None = None
         self._is_taking_over = False
         self._whole_generation = 0
         self._is_stopping = threading.Event()
@@ -107,9 +103,9 @@ class Coordinator:
         `layout_digest`: of the model's own tensors, for what no trainer published."""
         self._recovery.start(layout_digest)
         if cold:
-            self._receipt = merge(cold, source=CHECKPOINT, layout_digest=layout_digest)
-            self._files.write_receipt(self._receipt)
-            self.state.start(Committed(self._receipt.version, self._receipt.content_digest, CHECKPOINT))
+            receipt = merge(cold, source=CHECKPOINT, layout_digest=layout_digest)
+            self._chronicle.keep_receipt(receipt)
+            self.state.start(Committed(receipt.version, receipt.content_digest, CHECKPOINT))
         else:
             self.state.start_cleared()
         self._run()
@@ -208,24 +204,14 @@ class Coordinator:
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.REJECTED, error, version=request.version)
         if outcome.outcome is Outcome.FENCED:
-            self._forget_receipt()
+            self._chronicle.forget_receipt()
             self.state.fence(str(outcome.error))
         elif outcome.lost and self.state.committed is not None:
             self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
-        self._tell(request, previous, outcome, time.monotonic() - started)
+        self._chronicle.tell(request, previous, outcome, time.monotonic() - started, self._conductor.number)
         if outcome.outcome is Outcome.FENCED:
             self._drop_everything()
         return outcome
-
-    def _tell(self, request: CommandRequest, previous: str, outcome: CommandOutcome, seconds: float) -> None:
-        report = self._report(request, previous, outcome, seconds)
-        unread = unread_commands(self._board)
-        self._try_to_store(lambda: self._files.write_report(report, unread), "report")
-        entry = history_entry(report, self._board.port, time.time())
-        self._try_to_store(lambda: append_history(self._board.run_dir / HISTORY, entry), "history")
-        self.state.count_command(self._conductor.number)
-        _log_report(report)
-        request.finish(report)
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
         if request.kind is CommandKind.UPDATE:
@@ -235,16 +221,6 @@ class Coordinator:
         if request.kind is CommandKind.RESTORE:
             return self._restore(request.deadline_ns)
         return self._recompute(request)
-
-    def _try_to_store(self, write: Callable[[], None], what: str) -> bool:
-        """A full disk must not change what happened; it is only told less."""
-        try:
-            with as_step_failure(what, 0):
-                write()
-        except FastDeployRLError as error:
-            _log.error("event=not_stored what=%s reason=%r", what, str(error))
-            return False
-        return True
 
     # --- the kinds of command ----------------------------------------------------------------------
 
@@ -269,14 +245,14 @@ class Coordinator:
         resolved = self._resolve(request)
         version, manifest = resolved.version, resolved.manifest
         if self._is_live_already(resolved) and not request.is_forced:
-            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._receipt), version
+            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt), version
         self._check_direction(version, request)
         before = self.state.lifecycle
 
         def check_staged(parts: list[RankPart]) -> Receipt:
             """Before anything is touched: what all ranks read together is what was published; and it is told what a way
             back would cost."""
-            self._tell_staged(request, str(version), parts)
+            self._chronicle.tell_staged(request, str(version), parts)
             merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
             check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
             return merged
@@ -332,13 +308,8 @@ class Coordinator:
         except FastDeployRLError as torn:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
-        self._keep_receipt(receipt)
+        self._chronicle.keep_receipt(receipt)
         self.state.finish_update(live, self._conductor.number)
-
-    def _keep_receipt(self, receipt: Receipt) -> None:
-        self._receipt = receipt
-        if not self._try_to_store(lambda: self._files.write_receipt(receipt), "receipt"):
-            self._files.remove_receipt()
 
     def _restore(self, deadline_ns: int) -> CommandOutcome:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
@@ -350,7 +321,7 @@ class Coordinator:
         outcome = self._recovery.recover(committed, deadline_ns, lambda: self.state.undo_update(before))
         if committed is not None and outcome.outcome is Outcome.DONE:
             if outcome.receipt is not None:
-                self._keep_receipt(outcome.receipt)
+                self._chronicle.keep_receipt(outcome.receipt)
             self.state.start(committed)
         elif outcome.outcome is Outcome.DONE and self.state.is_fenced and not self.state.is_cleared:
             self._drop_everything()
@@ -366,19 +337,20 @@ class Coordinator:
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.REJECTED, error)
         if outcome.outcome is Outcome.DONE:
-            self._forget_receipt()
+            self._chronicle.forget_receipt()
             self.state.clear(self._conductor.number)
         elif outcome.outcome is Outcome.REJECTED and was_serving and not self._rendezvous.lost_ranks():
             self.state.resume()
         return outcome
 
     def _recompute(self, request: CommandRequest) -> CommandOutcome:
-        if self._receipt is None:
+        receipt = self._chronicle.receipt
+        if receipt is None:
             raise NotServingError("there is no receipt to check: no version is live; update the engine")
         outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
-        outcome.version = self._receipt.version
+        outcome.version = receipt.version
         if outcome.outcome is Outcome.DONE:
-            outcome.receipt, outcome.differing = self._receipt, differing(self._receipt, outcome.receipts)
+            outcome.receipt, outcome.differing = receipt, differing(receipt, outcome.receipts)
         return outcome
 
     def _holds_leftovers(self) -> bool:
@@ -403,10 +375,6 @@ class Coordinator:
         else:
             _log.error("event=fence_incomplete reason=%r", str(cleared.error))
 
-    def _forget_receipt(self) -> None:
-        self._receipt = None
-        self._files.remove_receipt()
-
     # --- in the place of another -------------------------------------------------------------------
 
     def _take_over(self) -> None:
@@ -421,7 +389,8 @@ class Coordinator:
         restored = self._serve(RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s)))
         for request in left:
             is_done = is_committed and request.is_meant_by(last)
-            self._tell(request, "", self._told_after_death(request, is_done, restored), 0.0)
+            told = self._told_after_death(request, is_done, restored)
+            self._chronicle.tell(request, "", told, 0.0, self._conductor.number)
 
     def _told_after_death(self, request: BoardRequest, is_done: bool, restored: CommandOutcome) -> CommandOutcome:
         if is_done:
@@ -431,48 +400,6 @@ class Coordinator:
         lost = PeerLostError(f"rank 0 died before this {kind} took effect: nothing changed; ask again")
         return CommandOutcome(Outcome.REJECTED, lost, version=request.version)
 
-    # --- the story ---------------------------------------------------------------------------------
-
-    def _tell_staged(self, request: CommandRequest, version: str, parts: list[RankPart]) -> None:
-        """The report as far as it is known: which way back is open, and what is held for it."""
-        outcome = CommandOutcome(Outcome.REJECTED, version=version, parts=parts)
-        staged = structs.replace(self._report(request, self.state.live_version, outcome, 0.0), outcome="staged")
-        self._try_to_store(lambda: self._files.write_report(staged), "report")
-
-    def _report(self, request: CommandRequest, previous: str, outcome: CommandOutcome, seconds: float) -> UpdateReport:
-        ranks = [part.report for part in outcome.parts if part.report is not None]
-        return UpdateReport(
-            command=self.state.commands_done + 1,
-            kind=request.kind.name.lower(),
-            outcome=outcome.outcome.name.lower(),
-            version=outcome.version,
-            previous_version=previous,
-            seconds=seconds,
-            stall_seconds=max((rank.stall_seconds for rank in ranks), default=0.0),
-            ranks=ranks,
-            error=type(outcome.error).__name__ if outcome.error else "",
-            reason=wire_text(outcome.error) if outcome.error else "",
-            receipt=outcome.receipt,
-            differing=outcome.differing,
-        )
-
 
 def _from_now(seconds: float) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
-
-
-def _log_report(report: UpdateReport) -> None:
-    _log.info(
-        "request=%d kind=%s outcome=%s version=%s previous=%s seconds=%.4f stall_seconds=%.4f "
-        "aliased_bytes=%d copied_bytes=%d reason=%r",
-        report.command,
-        report.kind,
-        report.outcome,
-        report.version or "-",
-        report.previous_version or "-",
-        report.seconds,
-        report.stall_seconds,
-        report.aliased_bytes,
-        report.copied_bytes,
-        report.reason,
-    )

@@ -23,6 +23,7 @@ from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.update.coordinator import Coordinator
+from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.version import WeightVersion
 from tests.model.actors import (
     Actor,
@@ -69,13 +70,15 @@ class ActorManager(DynamicWeightManager):
     def __init__(self, actor: Actor, **arguments: object) -> None:
         super().__init__(**arguments)  # type: ignore[arg-type]
         self._actor = actor
-        self._files = ActorFiles(self._board.run_dir, actor)
+        self._files = self._participant._files = ActorFiles(self._board.run_dir, actor)
         self._lock = ActorLock(self._lock.path, actor)
 
     def _new_coordinator(self) -> Coordinator:
         coordinator = super()._new_coordinator()
         files = ActorFiles(self._board.run_dir, self._actor)
-        coordinator._files = coordinator._conductor._files = files
+        for part in (coordinator, *vars(coordinator).values()):
+            if isinstance(getattr(part, "_files", None), RankFiles):
+                part._files = files
         coordinator.state.close()
         coordinator.state._weights_word = CrashingWord(WEIGHTS_WORD, self._board.port, self._actor)
         coordinator.state._other_words = [

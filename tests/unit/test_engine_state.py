@@ -67,3 +67,16 @@ def test_what_the_engine_shows_takes_no_command_away(state: EngineState, word: S
     state.show()
     assert word.load() == UPDATE
     assert state.take_legacy_command() is LegacyCommand.UPDATE
+
+
+def test_a_command_that_is_stored_while_the_engine_is_about_to_show_something_is_the_next_one(
+    state: EngineState, word: StatusWord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it looked at the word, and before it stores what is true."""
+    word.store(UPDATE)
+    assert state.take_legacy_command() is LegacyCommand.UPDATE
+    with monkeypatch.context() as between:
+        between.setattr(state, "_show_others", lambda: word.store(CLEAR))
+        state.end_legacy_command()
+    assert word.load() == CLEAR
+    assert state.take_legacy_command() is LegacyCommand.CLEAR

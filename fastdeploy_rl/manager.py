@@ -381,13 +381,14 @@ class DynamicWeightManager:
         if live.staged is not None and not live.staged.is_vouched():
             self._declare_torn(f"the trainer that lent the memory of version {live.version} is gone; update again")
         elif not live.is_read_back:
-            live.is_read_back = True
             failure = attempt(lambda: audit(live, self.rank, self._config.num_copy_threads), self.rank)
+            live.is_read_back = failure is None
             if failure is not None:
                 self._declare_torn(failure.text)
 
     def _declare_torn(self, reason: str) -> None:
-        """Rank 0 sees it and fences the engine."""
+        """Rank 0 sees it and fences the engine. Where a command that was announced just before covers it, the next look
+        finds it again."""
         _log.error("rank=%d event=torn reason=%r", self.rank, reason)
         self._rendezvous.show(phase=TORN, reason=reason)
         self._board.ring_doorbell()

@@ -20,6 +20,7 @@ from fastdeploy_rl.report import UpdateReport
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.testing.faulty_source import Fail, FaultySource
+from fastdeploy_rl.testing.step_faults import flip
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import next_board_request, running_requests
 from tests.process.answering import await_states, soon
@@ -98,6 +99,33 @@ def test_memory_that_changes_between_verify_and_commit_is_found_after_it_and_fen
         publish(publisher, random_weights(MODEL, 2), 2)
         client.update()
         check_whole(engine, client, random_weights(MODEL, 2), "1.2")
+
+
+def test_what_was_found_torn_is_found_again_where_a_command_covered_that(tmp_path: Path, monkeypatch):
+    """A rank that takes a command shows what it does with that instead, and rank 0 may not have looked before."""
+    sources = [IpcSource(SourceConfig(tmp_path / "channel")) for _ in range(2)]
+    with (
+        WeightPublisher(tmp_path / "channel") as publisher,
+        ThreadedEngine(MODEL, sources, "alias") as engine,
+        BoardClient(engine.port) as client,
+    ):
+        manifest = publish(publisher, random_weights(MODEL, 1), 1).manifest
+        client.update()
+        manager, covered = engine.managers[1], []
+        declare_torn = manager._declare_torn
+
+        def cover_first(reason: str) -> None:
+            covered.append(reason)
+            declare_torn(reason) if len(covered) > 1 else manager._rendezvous.show(phase="idle")
+
+        monkeypatch.setattr(manager, "_declare_torn", cover_first)
+        part = next(tensor for tensor in manifest.tensors if tensor.name == "norm").parts[0]
+        flip(f"/dev/shm/{manifest.segments[part.segment].locator}", part.offset)
+        for rank in (0, 1):
+            engine.managers[rank]._state.live.is_read_back = rank == 0
+        assert engine.board.wait_until(lambda: client.status().legacy_status == "CLEARED", soon(15)), covered
+        assert "rank 1" in client.status().reason
+        assert len(covered) == 2
 
 
 def test_a_rank_that_comes_back_with_other_weights_than_it_left_fences(tmp_path: Path):

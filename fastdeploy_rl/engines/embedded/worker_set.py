@@ -158,7 +158,8 @@ class WorkerSet:
         """One worker from its first message to its end."""
         listening = asyncio.create_task(self._listen(seat))
         await readable(seat.worker.pidfd)
-        if self._is_restarting:
+        is_replaced = self._is_restarting
+        if is_replaced:
             self._tell_death(seat.worker.rank)
         # What it said before it died explains its death better than its exit code.
         await asyncio.wait([listening], timeout=self._config.deadlines.last_words_s)
@@ -167,7 +168,7 @@ class WorkerSet:
         with contextlib.suppress(asyncio.CancelledError):
             await listening
         if not self._is_stopping:
-            self._note_death(seat)
+            self._note_death(seat, is_replaced=is_replaced)
 
     async def _listen(self, seat: _Seat) -> None:
         """A worker whose words are no messages is not heard any more, so that it must go."""
@@ -209,10 +210,11 @@ class WorkerSet:
         generation = self._board.advance_generation()
         ShmCollectives.advance(self._config.collectives_segment, self._config.num_ranks, SLOT_BYTES, generation)
 
-    def _note_death(self, seat: _Seat) -> None:
+    def _note_death(self, seat: _Seat, *, is_replaced: bool) -> None:
+        """Not `is_replaced`: the board was told of no death, as where all others became ready only since."""
         rank = seat.worker.rank
         error = seat.fault or PeerLostError(seat.worker.describe_end())
-        if self._budget is None or not self._was_ready:
+        if self._budget is None or not is_replaced:
             self._watcher.fail(error)
             return
         too_often = self._budget.note_death(rank, time.monotonic(), was_ready=seat.ready is not None)

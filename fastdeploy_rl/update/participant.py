@@ -147,10 +147,10 @@ class Participant:
             return True
 
     def _prepare_files(self, record: CommandRecord, command: RankCommand) -> None:
-        receipt = command.receipt()
-        self._files.reserve_part(self.rank, record.number, RankPart(command.report(), receipt))
-        if receipt is not None:
-            self._files.write_staged(self.rank, record.number, RankPart(command.report(), receipt))
+        part = RankPart(command.report(), command.receipt())
+        self._files.reserve_part(self.rank, record.number, part)
+        if part.receipt is not None:
+            self._files.write_staged(self.rank, record.number, part)
 
     def _command(self, record: CommandRecord) -> RankCommand:
         if record.kind == CommandKind.CLEAR:
@@ -178,8 +178,8 @@ class Participant:
     # --- the engine's loop -------------------------------------------------------------------------
 
     def run(self, number: int) -> None:
-        """The stalled part of command `number`, on every rank at
-        the same boundary; at most until the command's deadline.
+        """The stalled part of command `number`, on every rank at the same boundary; at most until the command's
+        deadline.
 
         Never raises because a command is rejected: then the runner is where it was."""
         handover = self._await_handover(number)
@@ -195,8 +195,8 @@ class Participant:
         self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
 
     def _await_handover(self, number: int) -> _Handover | None:
-        """What the manager's own thread staged for `number`; None when that
-        was taken back, or did not come before the command's deadline."""
+        """What the manager's thread staged for `number`; None when that was taken back, or did not come before the
+        command's deadline."""
         record = self._rendezvous.current()
 
         def is_over() -> bool:
@@ -227,12 +227,12 @@ class Participant:
         error: Failure | None,
         stalled_since: float | None = None,
     ) -> None:
-        """Follows the decision and says so. A stalled part that can
-        neither be committed nor undone fences this rank."""
+        """Follows the decision and says so. A stalled part that can neither be committed nor undone fences this
+        rank."""
         is_committed = decision is Decision.YES
         failure = self._follow(command.commit if is_committed else command.undo)
-        fence_reason = ""
         stall_seconds = 0.0 if stalled_since is None else time.monotonic() - stalled_since
+        fence_reason = ""
         if failure is not None and stalled_since is not None:
             fence_reason = f"rank {self.rank} could not {'commit' if is_committed else 'undo'}: {failure.text}"
             self._fence(command)
@@ -245,22 +245,27 @@ class Participant:
         )
         if is_committed:
             self._replaced.put(command)
-        version = self.shown_version
+        self._tell(record.number, part, error)
         outcome = "fenced" if fence_reason else ("committed" if is_committed else "undone")
-        self._attempt(lambda: self._files.write_part(self.rank, record.number, part))
-        self._rendezvous.show(version=version)
+        version = self.shown_version or "-"
+        _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version)
+
+    def _tell(self, number: int, part: RankPart, error: Failure | None) -> None:
+        """The last word on a command; the vote comes last: whoever reads it finds the rest."""
+        self._attempt(lambda: self._files.write_part(self.rank, number, part))
+        self._rendezvous.show(version=self.shown_version)
         self._rendezvous.vote(
-            record.number,
+            number,
             Ballot.FINISHED,
-            phase="fenced" if fence_reason else "idle",
+            phase="fenced" if part.fence_reason else "idle",
             error=error.name if error else "",
             reason=error.text if error else "",
         )
-        _log.info("command=%d rank=%d outcome=%s version=%s", record.number, self.rank, outcome, version or "-")
 
     def _follow(self, act: Callable[[], None]) -> Failure | None:
         """A commit or an undo: what failed of it is tried once more, and changed nothing that the second time needs."""
-        return self._attempt(act) and self._attempt(act)
+        failure = self._attempt(act)
+        return None if failure is None else self._attempt(act)
 
     def _fence(self, command: RankCommand) -> None:
         """Nothing of a torn version stays within reach of a request, and nothing of it is held. What fails of it keeps

@@ -136,6 +136,7 @@ class DynamicWeightManager:
         self._fault = ""
         self._coordinator: Coordinator | None = None
         self.wake_fd = -1
+        """Readable when `poll` may have something new; there is none before `start` and after `close`."""
 
     # --- life --------------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ class DynamicWeightManager:
         return min(heartbeat, self._overdue_ns) if self._overdue_ns else heartbeat
 
     def _look_around(self) -> None:
-        """Between commands."""
+        """While no new command comes. The engine's loop may still be inside the last one, until that is FINISHED."""
         self._rendezvous.show()
         if self._rendezvous.own.ballot == Ballot.FINISHED:
             self._look_after_leader()

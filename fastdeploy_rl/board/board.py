@@ -34,7 +34,6 @@ _READ_RANK_S = 0.002
 _SPINS_BEFORE_YIELD = 100
 _LEGACY_NAMES: dict[int, str] = {status.value: status.name for status in LegacyStatus}
 
-
 HISTORY = "history.jsonl"
 """In the run directory: the engine's history, or a link to where that stays when the engine is gone."""
 

@@ -1,5 +1,5 @@
-"""FastDeploy's status words: one int32 each in POSIX shared
-memory, named `{word}.{port}`, byte-compatible with its IPCSignal.
+"""FastDeploy's status words: one int32 each in POSIX shared memory, named `{word}.{port}`, byte-compatible with its
+IPCSignal.
 
 Owns their names, their second hard links and the way a foreign process asks for an update (store 1, poll for 0).
 Refuses to know what a value means to the engine: that is lifecycle.py. A foreign Python process that attaches and
@@ -33,8 +33,8 @@ def _link_name(word: str, port: int) -> str:
 
 
 def create_words(port: int) -> None:
-    """The three words of an engine, each zero (NORMAL) and with
-    its second link; what a dead engine left is removed first."""
+    """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed
+    first."""
     unlink_words(port)
     for word in WORDS:
         SharedSegment.create(word_name(word, port), WORD_BYTES).close()
@@ -106,8 +106,7 @@ class StatusWord:
             return False
         os.replace(fresh, link)
         self._linked = None
-        self._segment, old = recreated, self._segment
-        del old  # unmapped when the watcher lets go of it
+        self._segment = recreated  # the one before is unmapped when the watcher lets go of it
         return True
 
     def close(self) -> None:
@@ -155,8 +154,8 @@ class LegacySignal:
             self._word = None
 
     def request_update(self, deadline_s: float) -> None:
-        """Writes 1 and waits until the word reads 0. DeadlineExceededError;
-        UpdateRejectedError when a cleared engine stays cleared."""
+        """Writes 1 and waits until the word reads 0. DeadlineExceededError; UpdateRejectedError when a cleared engine
+        stays cleared."""
         self._request(LegacyStatus.UPDATING, LegacyStatus.NORMAL, deadline_s)
 
     def request_clear(self, deadline_s: float) -> None:

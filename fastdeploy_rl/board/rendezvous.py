@@ -29,8 +29,8 @@ _OFFSETS = {Question.INSTALL: layout.INSTALL_DECISION_OFFSET, Question.COMMIT: l
 
 
 class Rendezvous(Protocol):
-    """Seam between the ranks of an engine and the place they meet
-    at. All deadlines are absolute CLOCK_MONOTONIC nanoseconds."""
+    """Seam between the ranks of an engine and the place they meet at. All deadlines are absolute CLOCK_MONOTONIC
+    nanoseconds."""
 
     rank: int
     num_ranks: int

@@ -1,5 +1,5 @@
-"""A client of an engine on this machine: claims a request slot
-of its board, waits for the outcome, reads report and receipt.
+"""A client of an engine on this machine: claims a request slot of its board, waits for the outcome, reads report and
+receipt.
 
 Owns one claim at a time and the lock that shows the client is alive (a dead client's slot is freed by the engine).
 Invariant: however a call ends, its slot is free again, or the engine frees it when the command that it carries out
@@ -101,8 +101,8 @@ class BoardClient:
         return self._board.status()
 
     def receipt(self, *, recompute: bool = False, deadline_s: float = Deadlines.recompute_s) -> Receipt:
-        """The proof of what is live. `recompute` reads live memory
-        again: ChecksumMismatchError names tensor and rank."""
+        """The proof of what is live. `recompute` reads live memory again: ChecksumMismatchError names tensor and
+        rank."""
         if not recompute:
             self._check_alive()
             receipt = RankFiles(self._board.run_dir).read_receipt()

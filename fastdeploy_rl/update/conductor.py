@@ -63,6 +63,7 @@ class Conductor:
         self._finish_ns = int(finish_s * 1e9)
         self._condemn = condemn
         self._unfinished = 0
+        """The command that some living rank may not have finished yet; 0 for none."""
         self._announced_s = 0.0
         self.number = 0
         """Of the command that was announced last."""
@@ -73,8 +74,8 @@ class Conductor:
         last = self._rendezvous.current()
         self.number, self._unfinished = self._rendezvous.last_number(), last.number
         if last.number:
-            now = last._replace(deadline_ns=time.monotonic_ns())
-            self._await_finished(now, frozenset(), may_condemn=True)
+            overdue = last._replace(deadline_ns=time.monotonic_ns())
+            self._await_finished(overdue, frozenset(), may_condemn=True)
 
     def lead(
         self,

@@ -108,7 +108,8 @@ class EngineState:
             if committed is not None:
                 self._adopt(committed)
             elif record.admission != Admission.FENCED.value:
-                return self.start_cleared()
+                self.start_cleared()
+                return
             self._reason = record.reason if committed is None else "rank 0 died and is back"
             self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.FENCE)
 
@@ -247,8 +248,8 @@ class EngineState:
             self.show()
 
     def show(self) -> None:
-        """Writes the status record and then the words, so that
-        whoever a word wakes reads a record that is not older."""
+        """Writes the status record and then the words, so that whoever a word wakes reads a record that is not
+        older."""
         with self._lock:
             if self._weights_word.load() != self._shown:
                 self._shown = None

@@ -25,7 +25,7 @@ READY, STOPPED, TORN = "ready", "stopped", "torn"
 
 
 class Recovery:
-    """`look_for_dead` may be called by another thread than everything else."""
+    """Used by the coordinator's thread; `look_for_dead` and `is_needed` by others as well."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The loop of one rank: requests, weight commands and forward passes, one after another.
 
-Owns the order of things. Refuses to know how weights change and what a forward
-pass computes. Invariant: every rank executes the same `StepMessage`s in the same
-order, and a weight command runs between two forward passes, never beside one.
+Owns the order of things. Refuses to know how weights change and what a forward pass computes. Invariant: every rank
+executes the same `StepMessage`s in the same order, and a weight command runs between two forward passes, never beside
+one.
 
 Where a rank died, or is silent for too long, the others leave what they are at, meet its successor in a new generation
 of the collectives, and begin at the top again: whatever was to be computed is computed once more, when every rank holds
@@ -32,8 +32,8 @@ _LOOK_AGAIN_S = 0.02
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0 to all: run this weight command (0: none), else this
-    forward pass (None: none), and whether to end afterwards."""
+    """Rank 0 to all: run this weight command (0: none), else this forward pass (None: none), and whether to end
+    afterwards."""
 
     command: int
     step: Step | None

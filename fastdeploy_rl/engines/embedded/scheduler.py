@@ -45,8 +45,8 @@ class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass, the same on every rank. Slices of a single
-    token come first. `new_pages` hold no data of this request yet."""
+    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold no data of the
+    requests that got them yet."""
 
     number: int
     slices: list[SequenceSlice]
@@ -79,8 +79,8 @@ class SchedulerLimits:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """What the scheduler remembers of a request, running or waiting.
-    `num_cached` of its tokens have keys and values in `pages`."""
+    """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in
+    `pages`."""
 
     request_id: str
     request: GenerationRequest
@@ -178,8 +178,8 @@ class Scheduler:
         return outputs
 
     def preempt_all(self) -> None:
-        """Every running request gives its pages back and waits to
-        be computed again; the cache holds nothing afterwards."""
+        """Every running request gives its pages back and waits to be computed again; the cache holds nothing
+        afterwards."""
         while self._running:
             self._preempt_youngest()
 
@@ -228,8 +228,8 @@ class Scheduler:
         return count
 
     def _grow(self, item: RunningRequest, new_pages: list[int]) -> bool:
-        """Pages for all tokens, taken from the youngest where none
-        are free; False when `item` itself had to give way."""
+        """Pages for all tokens, taken from the youngest where none are free; False when `item` itself had to give
+        way."""
         missing = self._allocator.pages_for(len(item.token_ids)) - len(item.pages)
         while not self._allocator.can_allocate(missing):
             if self._preempt_youngest() is item:

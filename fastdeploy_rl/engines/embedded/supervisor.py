@@ -23,7 +23,7 @@ import uvicorn
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import HISTORY, Board, Leftovers
 from fastdeploy_rl.board.layout import MAX_RANKS
-from fastdeploy_rl.config import RESTART, Deadlines, child_environ, num_copy_threads
+from fastdeploy_rl.config import AUTO, KEEP, RESTART, Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GenerationDefaults
 from fastdeploy_rl.control.http_address import HttpAccess, http_access, write_http_address
@@ -68,8 +68,8 @@ class ServeConfig:
     num_ranks: int
     channel: Path
     load_strategy: str = "ipc"
-    apply_mode: str = "auto"
-    rollback: str = "keep"
+    apply_mode: str = AUTO
+    rollback: str = KEEP
     on_worker_death: str = RESTART
     max_deaths: int = MAX_DEATHS
     host: str = "127.0.0.1"
@@ -91,8 +91,8 @@ class ServeConfig:
 
     @property
     def num_threads(self) -> int:
-        """Of one worker's matrix products: more than its share of
-        the cores would only make ranks wait for each other."""
+        """Of one worker's matrix products: more than its share of the cores would only make ranks wait for each
+        other."""
         return max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
 
     @property

@@ -1,5 +1,5 @@
-"""One tensor-parallel rank as a process: `python -m
-fastdeploy_rl.engines.embedded.worker`, started by the supervisor only.
+"""One tensor-parallel rank as a process: `python -m fastdeploy_rl.engines.embedded.worker`, started by the supervisor
+only.
 
 Owns the putting together of one rank and its end. Refuses to know what happens in its loop. Invariant: it ends when
 told, when its supervisor is gone, and on any error of its own, which it tells first; it never outlives its supervisor.

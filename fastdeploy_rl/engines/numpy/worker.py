@@ -20,7 +20,7 @@ import msgspec
 
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.collectives.shm import ShmCollectives
-from fastdeploy_rl.config import Deadlines
+from fastdeploy_rl.config import AUTO, KEEP, Deadlines
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
 from fastdeploy_rl.errors import FastDeployRLError, PeerLostError
@@ -46,8 +46,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives: str
     specs: tuple[ParameterSpec, ...]
     seed: int = 0
-    apply_mode: str = "auto"
-    rollback: str = "keep"
+    apply_mode: str = AUTO
+    rollback: str = KEEP
     load_strategy: str = "ipc"
     deadlines: Deadlines = Deadlines(update_s=5.0, attach_s=20.0)
     is_restarted_on_death: bool = False

@@ -202,17 +202,19 @@ class Conductor:
             if self._condemn is None or not may_condemn:
                 raise
             _log.error("command=%d event=condemned reason=%r", command.number, str(silent))
-            for rank in self._silent(command) - excused:
+            for rank in self._silent(command, spared=excused | self._rendezvous.lost_ranks()):
                 self._condemn(rank)
             last_ns = time.monotonic_ns() + self._finish_ns
             self._rendezvous.await_votes(command.number, Ballot.FINISHED, last_ns, excused=excused)
 
-    def _silent(self, command: CommandRecord) -> frozenset[int]:
-        return frozenset(
+    def _silent(self, command: CommandRecord, spared: frozenset[int]) -> list[int]:
+        """Those that live and have not finished. `spared`: the dead, who are started again as it is; known before the
+        records are read, so that none is condemned that came back meanwhile."""
+        return [
             rank
             for rank, record in enumerate(self._rendezvous.records())
-            if (record.command, record.ballot) != (command.number, Ballot.FINISHED)
-        )
+            if rank not in spared and (record.command, record.ballot) != (command.number, Ballot.FINISHED)
+        ]
 
     def _read_parts(self, command: CommandRecord, outcome: CommandOutcome, excused: frozenset[int]) -> None:
         """A rank that is back already counts as lost too: it holds nothing of what it held during the command."""

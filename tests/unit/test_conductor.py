@@ -8,10 +8,11 @@ import pytest
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
-from fastdeploy_rl.errors import DeadlineExceededError, FencedError
+from fastdeploy_rl.errors import DeadlineExceededError, FencedError, StepFailedError
+from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
-from fastdeploy_rl.update.rank_files import RankFiles
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart
 from tests.process.numpy_engine import free_port
 
 
@@ -59,3 +60,23 @@ def test_nothing_is_decided_before_every_rank_has_voted_for_it(
     outcome = lead(conductor)
     assert outcome.outcome is not Outcome.DONE
     assert seats[1].decided(question, 1) is Decision.NO
+
+
+def test_who_is_dead_is_not_condemned_with_those_who_are_silent(board: Board) -> None:
+    """Its successor may be back by the time that somebody reads it."""
+    seats = [BoardRendezvous(board, rank) for rank in range(2)]
+    files = RankFiles(board.run_dir)
+    condemned: list[int] = []
+    conductor = Conductor(seats[0], files, finish_s=0.05, condemn=condemned.append)
+    for rank, seat in enumerate(seats):
+        files.write_staged(rank, 1, RankPart())
+        seat.vote(1, Ballot.STAGED)
+
+    def die(parts: list[RankPart]) -> Receipt:
+        seats[0].mark_lost(1)
+        raise StepFailedError("rank 1 is dead")
+
+    deadline_ns = time.monotonic_ns() + 50_000_000
+    outcome = conductor.lead(CommandKind.UPDATE, deadline_ns=deadline_ns, check_staged=die, must_follow=True)
+    assert outcome.outcome is Outcome.FENCED
+    assert condemned == [0]

@@ -278,11 +278,6 @@ def broken_rule(lifecycle: Lifecycle) -> Rule | None:
     return next((rule for rule in RULES if not rule.is_kept(lifecycle)), None)
 
 
-def is_legal(lifecycle: Lifecycle) -> bool:
-    """May this combination of states exist?"""
-    return broken_rule(lifecycle) is None
-
-
 class LegacyStatus(IntEnum):
     """What FastDeploy's `model_weights_status` word says."""
 

@@ -17,7 +17,6 @@ COMMIT = STEPS[-1]
 ENDS: tuple[When, ...] = ("begin", "end")
 KINDS = ("kill", "stall", "raise", "no_memory", "corrupt")
 MODES = ("alias", "copy")
-OUTCOMES = ("old", "new", "cleared", "fenced")
 SETTINGS = (("alias", KEEP), ("copy", KEEP), ("copy", REFETCH), ("copy", OFF))
 """Apply mode and rollback: an engine each. A rebind leaves the old weights where they are, whatever the rollback is."""
 BASES = ("live", "cleared")

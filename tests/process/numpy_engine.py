@@ -25,8 +25,6 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.engines.numpy.worker import SLOT_BYTES
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 
-READY_S = 30.0
-
 
 def _release(worker: "subprocess.Popen[str]") -> None:
     """The pipes of one that has ended."""

@@ -120,7 +120,7 @@ def _serve(board: Board) -> None:
     way."""
     unread_commands(board)
     for request in running_requests(board):
-        request.is_meant_by(CommandRecord(1, 1, 1, 1, 0, ""))
+        request.took_effect(1)
         request.finish(_REPORT)
     for _ in range(layout.NUM_REQUEST_SLOTS + 1):
         request = next_board_request(board)
@@ -192,6 +192,7 @@ _BOARD_WORDS = [
     *(offset + layout.copy_offset(r, 1) + 4 + 8 * word for r, offset in _LOCKED for word in range(24)),
     *(offset + layout.copy_offset(r, 0) + 4 + 8 * word for r, offset in _LOCKED for word in range(24)),
     *(slot + 8 * word for slot in _SLOTS for word in range(6)),
+    *(slot + layout.FATE_IN_SLOT for slot in _SLOTS),
     *(slot + layout.OUTCOME_IN_SLOT + 8 * word for slot in _SLOTS for word in range(4)),
 ]
 _BOARD_TEXTS = [layout.RUN_DIR_OFFSET, *(slot + 0x28 for slot in _SLOTS), *(offset + 0x28 for _, offset in _LOCKED)]

@@ -44,6 +44,8 @@ _ONE_FAULT = f"{_FAULTY}::test_a_fault_at_one_rank_leaves_every_rank_on_its_vers
 _LATE = f"{_MISSED}::test_a_boundary_after_the_deadline_undoes_and_the_engine_goes_on"
 _A_TO_B = f"{_UPDATES}::test_a_to_b_to_a_is_bitwise_on_every_rank"
 _AFTER_THE_WORD = f"{_LAWS}::test_a_rank_that_dies_right_after_the_commit_word_is_brought_forward"
+_TOLD_TESTS = "tests/process/test_told_after_death.py"
+_TOLD = f"{_TOLD_TESTS}::test_whoever_waits_is_told_of_the_commit_also_when_rank_0_dies_in_what_came_after"
 _ANY_STEP = f"{_UNDO}::test_a_fault_at_either_end_of_any_step_is_undone"
 
 
@@ -390,9 +392,25 @@ MUTANTS = (
         "commit_denied",
         "whoever asked is told what the commit word says, though rank 0 died",
         _COORDINATOR,
-        "is_done = is_committed and request.is_meant_by(last)",
-        "is_done = request.is_meant_by(last) and not is_committed",
+        "committed = last.number if was_committed(self._board, last) else 0",
+        "committed = 0",
         f"{_AFTER_THE_WORD}[0]",
+    ),
+    _mutant(
+        "told_of_another_request",
+        "whoever asked is told of their own command, though rank 0 died before it announced that",
+        _REQUESTS,
+        "Decision.YES if committed and fate >> 2 == committed else Decision.NO",
+        "Decision.YES if committed else Decision.NO",
+        f"{_TOLD_TESTS}::test_nobody_is_told_done_of_an_update_that_was_never_announced",
+    ),
+    _mutant(
+        "commit_not_written_down",
+        "whoever asked is told of their own command, whatever commands came after it",
+        _COORDINATOR,
+        "            request.commit()\n",
+        "",
+        f"{_TOLD}[1]",
     ),
     _mutant(
         "lost_after_commit_not_restored",

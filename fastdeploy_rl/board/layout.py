@@ -54,6 +54,9 @@ COMMAND_OFFSET = 0x2000
 INSTALL_DECISION_OFFSET = 0x2800
 COMMIT_DECISION_OFFSET = 0x2808
 REQUESTS_OFFSET = 0x3000
+FATE_IN_SLOT = 0x200
+"""u64, as a decision word: the command that carries the request out, and whether it was committed. 0 before there is
+one. Rank 0 alone writes it, so that its successor knows, whatever commands came after."""
 OUTCOME_IN_SLOT = 0x400
 RANKS_OFFSET = REQUESTS_OFFSET + NUM_REQUEST_SLOTS * RECORD_BYTES
 

@@ -257,6 +257,7 @@ class Coordinator:
             check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
             return merged
 
+        request.begin(self._conductor.number + 1)
         outcome = self._conductor.lead(
             request.kind,
             deadline_ns=request.deadline_ns,
@@ -266,6 +267,7 @@ class Coordinator:
         )
         outcome.version = str(version)
         if outcome.outcome is Outcome.DONE:
+            request.commit()
             self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
         elif outcome.outcome is Outcome.REJECTED:
             if outcome.lost and self.state.committed is not None:
@@ -332,6 +334,7 @@ class Coordinator:
             return CommandOutcome(Outcome.DONE)
         was_serving = self.state.is_serving
         self.state.pause()
+        request.begin(self._conductor.number + 1)
         try:
             outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
         except FastDeployRLError as error:
@@ -381,20 +384,23 @@ class Coordinator:
         """What a rank 0 that died had begun: whoever waits for it is told what the commit word said."""
         left = running_requests(self._board)
         last = self._rendezvous.current()
-        is_committed = was_committed(self._board, last)
+        committed = last.number if was_committed(self._board, last) else 0
+        took_effect = [request.took_effect(committed) for request in left]
         try:
             self._conductor.take_over()
         except FastDeployRLError as silent:
             _log.error("event=unfinished reason=%r", str(silent))
         restored = self._serve(RestoreRequest(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s)))
-        for request in left:
-            is_done = is_committed and request.is_meant_by(last)
+        for request, is_done in zip(left, took_effect, strict=True):
             told = self._told_after_death(request, is_done, restored)
             self._chronicle.tell(request, "", told, 0.0, self._conductor.number)
 
     def _told_after_death(self, request: BoardRequest, is_done: bool, restored: CommandOutcome) -> CommandOutcome:
+        version = self.state.live_version
+        if is_done and request.kind is CommandKind.UPDATE and restored.outcome is Outcome.DONE and not version:
+            gone = FencedError("every rank committed, and then one after the other died: nothing is live any more")
+            return CommandOutcome(Outcome.FENCED, gone, version=request.version)
         if is_done:
-            version = self.state.live_version
             return CommandOutcome(restored.outcome, restored.error, version=version, receipt=restored.receipt)
         kind = request.kind.name.lower()
         lost = PeerLostError(f"rank 0 died before this {kind} took effect: nothing changed; ask again")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.layout import CommandRecord, OutcomeRecord, RequestRecord, SlotState
+from fastdeploy_rl.board.layout import Decision, OutcomeRecord, RequestRecord, SlotState
 from fastdeploy_rl.config import MAX_DEADLINE_S
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.memory.owner_lock import is_alive
@@ -23,12 +23,18 @@ _OF_CLIENTS = frozenset({CommandKind.UPDATE, CommandKind.CLEAR, CommandKind.RECO
 
 
 class CommandRequest(Protocol):
-    """What somebody asked for. `finish` tells them, once."""
+    """What somebody asked for. `begin` before command `number` is announced for it, `commit` once that is committed and
+    before another one is announced: a rank 0 that comes after knows by these what became of it. `finish` tells them,
+    once."""
 
     kind: CommandKind
     version: str
     is_forced: bool
     deadline_ns: int
+
+    def begin(self, number: int) -> None: ...
+
+    def commit(self) -> None: ...
 
     def finish(self, report: UpdateReport) -> None: ...
 
@@ -43,6 +49,12 @@ class LegacyRequest:
         self.deadline_ns = deadline_ns
         self._state = state
 
+    def begin(self, number: int) -> None:
+        return None  # what stands in the word says it: it is taken again
+
+    def commit(self) -> None:
+        return None
+
     def finish(self, report: UpdateReport) -> None:
         self._state.end_legacy_command()
 
@@ -55,6 +67,12 @@ class RestoreRequest:
         self.version = ""
         self.is_forced = False
         self.deadline_ns = deadline_ns
+
+    def begin(self, number: int) -> None:
+        return None
+
+    def commit(self) -> None:
+        return None
 
     def finish(self, report: UpdateReport) -> None:
         return None
@@ -74,12 +92,27 @@ class BoardRequest:
         self._slot = slot
         self._token = token
 
-    def is_meant_by(self, command: CommandRecord) -> bool:
-        """Once `command` is committed, this request has what it asked for."""
-        if command.kind != self.kind or self.kind is CommandKind.RECOMPUTE:
-            return False
-        wanted = self.version if "." in self.version or not self.version else f"{command.epoch}.{self.version}"
-        return self.kind is CommandKind.CLEAR or wanted in ("", f"{command.epoch}.{command.step}")
+    def begin(self, number: int) -> None:
+        self._board.store(self._fate_offset, layout.decision_word(number, Decision.OPEN))
+
+    def commit(self) -> None:
+        self._decide(Decision.YES)
+
+    def took_effect(self, committed: int) -> bool:
+        """In the place of a rank 0 that died, before anything is announced: whether this has what it asked for.
+        `committed`: the number of the last command, if that one was committed, else 0."""
+        fate = self._board.load(self._fate_offset)
+        if layout.decision_in(fate) is Decision.OPEN:
+            self._decide(Decision.YES if committed and fate >> 2 == committed else Decision.NO)
+        return layout.decision_in(self._board.load(self._fate_offset)) is Decision.YES
+
+    def _decide(self, decision: Decision) -> None:
+        number = self._board.load(self._fate_offset) >> 2
+        self._board.store(self._fate_offset, layout.decision_word(number, decision))
+
+    @property
+    def _fate_offset(self) -> int:
+        return layout.request_offset(self._slot) + layout.FATE_IN_SLOT
 
     def finish(self, report: UpdateReport) -> None:
         offset = layout.request_offset(self._slot)
@@ -140,6 +173,7 @@ def _oldest_submitted(board: Board) -> tuple[int, int] | None:
 def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
     """None when its client withdrew it meanwhile, or wrote no request."""
     offset, token = layout.request_offset(slot), layout.slot_token(word)
+    board.store(offset + layout.FATE_IN_SLOT, 0)  # that of the request before
     if board.exchange(offset, word, layout.slot_word(token, SlotState.RUNNING)) != word:
         return None
     # Read only now that its client cannot change it: it may have withdrawn the request we looked at and put another

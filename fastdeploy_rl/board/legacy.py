@@ -32,6 +32,11 @@ def _link_name(word: str, port: int) -> str:
     return f"fastdeploy_rl_link.{word}.{port}"
 
 
+def _fresh_name(word: str, port: int) -> str:
+    """Of a word that was recreated, while it is followed."""
+    return f"{_link_name(word, port)}.new"
+
+
 def create_words(port: int) -> None:
     """The three words of an engine, each zero (NORMAL) and with its second link; what a dead engine left is removed
     first."""
@@ -42,8 +47,9 @@ def create_words(port: int) -> None:
 
 
 def unlink_words(port: int) -> list[str]:
-    """Removes names and second links; returns those that were there."""
-    names = [name for word in WORDS for name in (word_name(word, port), _link_name(word, port))]
+    """Removes names and second links, also where somebody died between two of them; returns those that were there."""
+    kinds = (word_name, _link_name, _fresh_name)
+    names = [name(word, port) for word in WORDS for name in kinds]
     return [name for name in names if unlink_segment(name)]
 
 
@@ -93,7 +99,7 @@ class StatusWord:
 
     def _adopt(self, name: str, link: str) -> bool:
         # By a name of our own: foreign ones may take the word's away, or recreate it once more, at any moment.
-        fresh = f"{link}.new"
+        fresh = f"{SHM_DIR}/{_fresh_name(self._word, self._port)}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh)
         try:

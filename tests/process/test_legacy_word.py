@@ -223,6 +223,23 @@ def test_a_word_without_its_size_is_not_followed_yet(word: StatusWord, data: byt
     assert word.load() == 1
 
 
+def test_a_keeper_that_died_while_it_followed_a_word_leaves_no_name_behind(
+    word: StatusWord, monkeypatch: pytest.MonkeyPatch
+):
+    class Killed(BaseException): ...
+
+    def killed(source: str, target: str) -> None:
+        raise Killed
+
+    make_anew(word, bytes(4))
+    monkeypatch.setattr(legacy.os, "replace", killed)
+    with pytest.raises(Killed):
+        word.follow()
+    monkeypatch.undo()
+    assert len(unlink_words(word._port)) == 7
+    assert [name for name in os.listdir("/dev/shm") if str(word._port) in name] == []
+
+
 def test_clear_and_update_by_the_word(tmp_path: Path):
     """-1 ends in CLEARED with nothing left on any rank; 1 brings the newest version back."""
     with (

@@ -44,7 +44,7 @@ GENERATION_OFFSET = 0x40
 LOST_OFFSET = 0x48
 """u64, a bit for each rank that died and is not back: set by whoever saw it die, cleared by the rank in its place."""
 CONDEMNED_OFFSET = 0x50
-"""u64, a bit for each rank that is silent and in the way: set by a rank, cleared by whoever ends that process."""
+"""u64, a bit for each rank that is silent and in the way: set by a rank, cleared by the rank in its place."""
 RUN_DIR_OFFSET = 0x100
 RUN_DIR_BYTES = 0x400
 COUNTER_BYTES = CHECKSUM_BYTES = 8
@@ -54,6 +54,7 @@ COMMAND_OFFSET = 0x2000
 INSTALL_DECISION_OFFSET = 0x2800
 COMMIT_DECISION_OFFSET = 0x2808
 REQUESTS_OFFSET = 0x3000
+REQUEST_IN_SLOT = 0x8
 FATE_IN_SLOT = 0x200
 """u64, as a decision word: the command that carries the request out, and whether it was committed. 0 before there is
 one. Rank 0 alone writes it, so that its successor knows, whatever commands came after."""
@@ -86,6 +87,11 @@ def decision_word(command: int, decision: Decision) -> int:
     return (command << 2 | decision) % 2**64  # a number that leaves no room for it was never counted to
 
 
+def command_in(word: int) -> int:
+    """The number of the command that a decision word is about."""
+    return word >> 2
+
+
 def decision_in(word: int) -> Decision:
     """What nobody decides (both bits set: another process wrote there) is NO to all who read it."""
     return Decision(word & 3) if word & 3 in set(Decision) else Decision.NO
@@ -110,12 +116,8 @@ def slot_word(token: int, state: SlotState) -> int:
     return token << 3 | state
 
 
-def slot_state(word: int) -> SlotState:
-    return SlotState(word & 7)
-
-
 def is_in_state(word: int, state: SlotState) -> bool:
-    """As `slot_state`, for a word that may hold anything: who wrote it is another process."""
+    """Also for a word that holds no state: who wrote it is another process."""
     return word & 7 == state
 
 
@@ -139,9 +141,8 @@ class Ballot(enum.IntEnum):
 
 AGAINST = frozenset({Ballot.REFUSED, Ballot.FAILED})
 
-
 FOREIGN = 2
-"""No value that the engine puts into the legacy word."""
+"""Of a StatusRecord's `shown`; no value that the engine puts into the legacy word."""
 
 
 class StatusRecord(NamedTuple):
@@ -223,7 +224,12 @@ def record_bytes(record: type) -> int:
     return _STRUCTS[record].size
 
 
-UNREADABLE_RANK = RankRecord(0, 0, 0, Ballot.NONE, 0, "unreadable", "", "", "")
+def fresh_rank(pid: int, incarnation: int = 0) -> RankRecord:
+    """Of a rank that has said nothing yet."""
+    return RankRecord(pid, incarnation, 0, Ballot.NONE, 0, "", "", "", "")
+
+
+UNREADABLE_RANK = fresh_rank(0)._replace(phase="unreadable")
 """What a rank's slot says while nothing that the rank wrote can be read there: the same as silence."""
 
 
@@ -250,17 +256,13 @@ def ranks_in(mask: int) -> frozenset[int]:
 
 
 def pack(record: NamedTuple) -> bytes:
-    """The record's bytes; text longer than its field is cut at a character boundary. SegmentError for a number that
-    leaves its field: one counted on from what another process wrote on the board."""
-    layout = _STRUCTS[type(record)]
+    """The record's bytes; text longer than its field is cut. SegmentError for a number that leaves its field: one
+    counted on from what another process wrote on the board."""
+    fields = (value.encode("utf-8", "replace") if isinstance(value, str) else value for value in record)
     try:
-        return layout.pack(*(_cut(value) if isinstance(value, str) else value for value in record))
+        return _STRUCTS[type(record)].pack(*fields)
     except struct.error as error:
         raise SegmentError(f"{type(record).__name__} {str(record)[:500]}: {error}; start the engine again") from error
-
-
-def _cut(text: str, limit: int = 2048) -> bytes:
-    return text.encode("utf-8", "replace")[:limit]
 
 
 Record = TypeVar("Record", bound=NamedTuple)

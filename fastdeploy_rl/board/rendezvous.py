@@ -96,7 +96,7 @@ class BoardRendezvous:
         self.num_ranks = board.num_ranks
         self._board = board
         self._publishing = threading.Lock()
-        self._own = layout.UNREADABLE_RANK._replace(pid=os.getpid(), incarnation=board.generation, phase="")
+        self._own = layout.fresh_rank(os.getpid(), board.generation)
 
     # --- commands ----------------------------------------------------------------------------------
 
@@ -110,7 +110,9 @@ class BoardRendezvous:
 
     def last_number(self) -> int:
         """As `current().number`, or that of a command in whose announcement rank 0 died."""
-        return max(self.current().number, *(self._board.load(offset) >> 2 for offset in _OFFSETS.values()))
+        return max(
+            self.current().number, *(layout.command_in(self._board.load(offset)) for offset in _OFFSETS.values())
+        )
 
     def await_command(
         self, after: int, deadline_ns: int, *, is_wanted: Callable[[], bool] = lambda: False
@@ -183,8 +185,8 @@ class BoardRendezvous:
 
     def decided(self, question: Question, command: int) -> Decision:
         word = self._board.load(_OFFSETS[question])
-        if word >> 2 != command:
-            raise LifecycleError(f"{question.value} of command {command}: the board is at command {word >> 2} already")
+        if (now := layout.command_in(word)) != command:
+            raise LifecycleError(f"{question.value} of command {command}: the board is at command {now} already")
         return layout.decision_in(word)
 
     def await_decision(self, question: Question, command: int, deadline_ns: int) -> Decision:

@@ -104,7 +104,7 @@ class StoreRendezvous:
         self._clock = clock or HostClock.here()
         self._store_ns = int(store_s * 1e9)
         self._publishing = threading.Lock()
-        self._own = layout.UNREADABLE_RANK._replace(pid=os.getpid(), phase="")
+        self._own = layout.fresh_rank(os.getpid())
         self._announced = _NO_COMMAND
         self._present: set[int] = set()
 

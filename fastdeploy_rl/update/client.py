@@ -143,7 +143,7 @@ class BoardClient:
         offset = layout.request_offset(self._claim(deadline_ns))
         try:
             record = RequestRecord(self._board.take_ticket(), kind, int(force), deadline_ns, version)
-            self._board.write_plain(record, offset + 8)
+            self._board.write_plain(record, offset + layout.REQUEST_IN_SLOT)
             self._board.store(offset, self._word(SlotState.SUBMITTED))
             self._board.ring_doorbell()
             self._await_outcome(offset, kind, deadline_ns)

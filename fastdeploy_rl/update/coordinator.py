@@ -57,7 +57,8 @@ a thousand a second cost some percent of the tokens on two cores."""
 
 
 class Coordinator:
-    """Two threads on rank 0 between `start` and `stop`: one serves requests, one keeps the words' names.
+    """Two threads on rank 0 between `start` and `stop`: one serves requests, one keeps the words' names and notices who
+    died.
 
     `on_fault` is called with the reason when one of them ends by an error: no command can be carried out any more."""
 
@@ -207,11 +208,15 @@ class Coordinator:
             self._chronicle.forget_receipt()
             self.state.fence(str(outcome.error))
         elif outcome.lost and self.state.committed is not None:
-            self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
+            self._fence_without(outcome.lost)
         self._chronicle.tell(request, previous, outcome, time.monotonic() - started, self._conductor.number)
         if outcome.outcome is Outcome.FENCED:
             self._drop_everything()
         return outcome
+
+    def _fence_without(self, lost: frozenset[int]) -> None:
+        """Until those that died are back, and hold what the others do."""
+        self.state.fence(f"ranks {sorted(lost)} died", is_torn=False)
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
         if request.kind is CommandKind.UPDATE:
@@ -271,7 +276,7 @@ class Coordinator:
             self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
         elif outcome.outcome is Outcome.REJECTED:
             if outcome.lost and self.state.committed is not None:
-                self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
+                self._fence_without(outcome.lost)
             self.state.undo_update(before)
         return outcome, version
 
@@ -297,7 +302,7 @@ class Coordinator:
     def _adopt(self, outcome: CommandOutcome, live: Committed) -> None:
         """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
         if outcome.lost:
-            self.state.fence(f"ranks {sorted(outcome.lost)} died", is_torn=False)
+            self._fence_without(outcome.lost)
             self.state.adopt(live, self._conductor.number)
             restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
             outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt

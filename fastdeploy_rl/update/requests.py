@@ -103,11 +103,11 @@ class BoardRequest:
         `committed`: the number of the last command, if that one was committed, else 0."""
         fate = self._board.load(self._fate_offset)
         if layout.decision_in(fate) is Decision.OPEN:
-            self._decide(Decision.YES if committed and fate >> 2 == committed else Decision.NO)
+            self._decide(Decision.YES if committed and layout.command_in(fate) == committed else Decision.NO)
         return layout.decision_in(self._board.load(self._fate_offset)) is Decision.YES
 
     def _decide(self, decision: Decision) -> None:
-        number = self._board.load(self._fate_offset) >> 2
+        number = layout.command_in(self._board.load(self._fate_offset))
         self._board.store(self._fate_offset, layout.decision_word(number, decision))
 
     @property
@@ -124,8 +124,8 @@ class BoardRequest:
 
 
 def running_requests(board: Board) -> list[BoardRequest]:
-    """What a rank 0 that died had taken and not finished, and whose clients still wait. A slot whose client gave up, or
-    died, is freed."""
+    """What a rank 0 that died had taken and not finished. A slot whose client gave up, or that holds no request, is
+    freed."""
     left = []
     for slot in range(layout.NUM_REQUEST_SLOTS):
         offset = layout.request_offset(slot)
@@ -133,7 +133,7 @@ def running_requests(board: Board) -> list[BoardRequest]:
         if layout.is_in_state(word, SlotState.ABANDONED):
             board.exchange(offset, word, SlotState.FREE)
         elif layout.is_in_state(word, SlotState.RUNNING):
-            record = board.read_plain(RequestRecord, offset + 8)
+            record = board.read_plain(RequestRecord, offset + layout.REQUEST_IN_SLOT)
             if record.kind not in _OF_CLIENTS:
                 board.store(offset, SlotState.FREE)
                 continue
@@ -166,7 +166,7 @@ def _oldest_submitted(board: Board) -> tuple[int, int] | None:
                 lock.unlink()
             board.exchange(offset, word, SlotState.FREE)
         elif layout.is_in_state(word, SlotState.SUBMITTED):
-            submitted.append((board.read_plain(RequestRecord, offset + 8).ticket, slot, word))
+            submitted.append((board.read_plain(RequestRecord, offset + layout.REQUEST_IN_SLOT).ticket, slot, word))
     return min(submitted)[1:] if submitted else None
 
 
@@ -178,7 +178,7 @@ def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
         return None
     # Read only now that its client cannot change it: it may have withdrawn the request we looked at and put another
     # one, with an equal word, in its place.
-    record = board.read_plain(RequestRecord, offset + 8)
+    record = board.read_plain(RequestRecord, offset + layout.REQUEST_IN_SLOT)
     if record.kind in _OF_CLIENTS:
         return BoardRequest(board, slot, token, record)
     board.store(offset, SlotState.FREE)

@@ -43,7 +43,7 @@ def _is_at_rest(engine: ModelEngine) -> bool:
         return False
     if any(layout.is_in_state(word, SlotState.RUNNING) for word in slots(engine)):
         return False
-    last = engine.board.load(layout.INSTALL_DECISION_OFFSET) >> 2
+    last = layout.command_in(engine.board.load(layout.INSTALL_DECISION_OFFSET))
     records = [engine.board.read_rank(rank) for rank in range(NUM_RANKS)]
     coordinator = engine.ranks[0].manager._coordinator
     if coordinator is None or coordinator.is_taking_over or coordinator._recovery.is_needed():

@@ -55,7 +55,7 @@ def soon(seconds: float = 20.0) -> int:
 def states(board: Board) -> list[SlotState]:
     """Of the slots that are not free."""
     words = [board.load(layout.request_offset(slot)) for slot in range(layout.NUM_REQUEST_SLOTS)]
-    return sorted(layout.slot_state(word) for word in words if word)
+    return sorted(SlotState(word & 7) for word in words if word)
 
 
 def await_states(board: Board, wanted: Callable[[list[SlotState]], bool]) -> None:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
@@ -17,6 +18,7 @@ from fastdeploy_rl.board.layout import StatusRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
+    DeadlineExceededError,
     FastDeployRLError,
     FencedError,
     NoPublicationError,
@@ -139,7 +141,9 @@ class Coordinator:
         return generation == self._whole_generation
 
     def stop(self) -> None:
-        """Ends the threads. The board's waits must have been abandoned."""
+        """Ends the threads; DeadlineExceededError names one that goes on. The board's waits must have been
+        abandoned."""
+        begun = time.monotonic()
         self._is_stopping.set()
         self._board.ring_doorbell()
         for thread in self._threads:
@@ -148,6 +152,9 @@ class Coordinator:
         if self._watcher is not None:
             self._watcher.stop()
         self.state.close()
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        if late:
+            raise DeadlineExceededError.waiting_for(f"end of {', '.join(late)} on rank 0", since_s=begun)
 
     def _guarded(self, body: Callable[[], None]) -> None:
         try:
@@ -253,22 +260,13 @@ class Coordinator:
             return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt), version
         self._check_direction(version, request)
         before = self.state.lifecycle
-
-        def check_staged(parts: list[RankPart]) -> Receipt:
-            """Before anything is touched: what all ranks read together is what was published; and it is told what a way
-            back would cost."""
-            self._chronicle.tell_staged(request, str(version), parts)
-            merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
-            check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
-            return merged
-
         request.begin(self._conductor.number + 1)
         outcome = self._conductor.lead(
             request.kind,
             deadline_ns=request.deadline_ns,
             version=version,
             content_digest=manifest.content_digest,
-            check_staged=check_staged,
+            check_staged=partial(self._check_staged, request, resolved),
         )
         outcome.version = str(version)
         if outcome.outcome is Outcome.DONE:
@@ -279,6 +277,15 @@ class Coordinator:
                 self._fence_without(outcome.lost)
             self.state.undo_update(before)
         return outcome, version
+
+    def _check_staged(self, request: CommandRequest, resolved: ResolvedPublication, parts: list[RankPart]) -> Receipt:
+        """Before anything is touched: what all ranks read together is what was published; and it is told what a way
+        back would cost."""
+        manifest = resolved.manifest
+        self._chronicle.tell_staged(request, str(resolved.version), parts)
+        merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
+        check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
+        return merged
 
     def _resolve(self, request: CommandRequest) -> ResolvedPublication:
         """What is asked for; a bare step number, as FastDeploy writes it, means one of the channel's present epoch."""

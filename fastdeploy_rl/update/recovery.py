@@ -70,6 +70,9 @@ class Recovery:
 
     def reason(self) -> str:
         """Why the engine does not serve meanwhile."""
+        torn = self._what_is_torn()
+        if torn:
+            return torn
         lost = sorted(self._rendezvous.lost_ranks())
         who = f"ranks {lost} died" if lost else "a rank died and is back"
         return f"{who}; the engine serves again when all hold the same version"
@@ -93,9 +96,14 @@ class Recovery:
         return outcome
 
     def _check_whole(self) -> None:
-        for rank, record in enumerate(self._rendezvous.records()):
-            if record.phase == TORN:
-                raise FencedError(f"rank {rank}: {record.reason}")
+        torn = self._what_is_torn()
+        if torn:
+            raise FencedError(torn)
+
+    def _what_is_torn(self) -> str:
+        """Empty where no rank says so of what it holds."""
+        records = enumerate(self._rendezvous.records())
+        return next((f"rank {rank}: {record.reason}" for rank, record in records if record.phase == TORN), "")
 
     def _await_back(self, deadline_ns: int) -> None:
         lost = sorted(self._rendezvous.lost_ranks())

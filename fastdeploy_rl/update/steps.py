@@ -246,8 +246,8 @@ def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: di
 
 
 def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
-    """Reads back what was copied into engine memory: nobody
-    else can write there, so this need not wait for `verify`."""
+    """Reads back what was copied into engine memory: nobody else can write there, so this need not wait for
+    `verify`."""
     if update.arena is None:
         return
     copied = {name: view for name, view in new.views.items() if view.mapping is update.arena}

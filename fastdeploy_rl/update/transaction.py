@@ -1,8 +1,7 @@
 """What one rank does for a command: staged while it serves, stalled at a decode boundary, then committed or undone.
 
-Owns the order of the steps on one rank and their undoing. Refuses to know how the
-ranks decide: the manager calls `commit` or `undo` as the ranks decided. Invariant:
-until `commit` begins, `undo` brings back, bitwise, what was live before."""
+Owns the order of the steps on one rank and their undoing. Refuses to know how the ranks decide: its caller calls
+`commit` or `undo` as they did. Invariant: until `commit` begins, `undo` brings back, bitwise, what was live before."""
 
 import contextlib
 import logging
@@ -369,8 +368,8 @@ def rank_receipt(rank: int, weights: LiveWeights, live: dict[str, Fletcher4]) ->
 
 @contextlib.contextmanager
 def as_step_failure(what: str, rank: int) -> Iterator[None]:
-    """Errors of the tree pass; any other becomes a StepFailedError
-    that says where it happened, so that the ranks can vote."""
+    """Errors of the tree pass; any other becomes a StepFailedError that says where it happened, so that the ranks can
+    vote."""
     try:
         yield
     except FastDeployRLError:

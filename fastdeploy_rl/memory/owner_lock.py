@@ -5,6 +5,7 @@ life and the note inside (pid and start time, which serve messages only: pids me
 nothing across containers). Invariant: a path is owned by one open lock at most.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -59,7 +60,8 @@ class OwnerLock:
         fd = _lock_file(self.path)
         if fd < 0:
             return False
-        os.pwrite(fd, f"{os.getpid()} {time.time():.3f}\n".encode().ljust(_NOTE_BYTES), 0)
+        with contextlib.suppress(OSError):  # a full disk: then nobody can tell who holds it, and the lock is held
+            os.pwrite(fd, f"{os.getpid()} {time.time():.3f}\n".encode().ljust(_NOTE_BYTES), 0)
         self._fd = fd
         return True
 

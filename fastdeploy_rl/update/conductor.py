@@ -21,7 +21,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.receipt import RankReceipt, Receipt
 from fastdeploy_rl.report import CommandKind, Outcome
-from fastdeploy_rl.update.rank_files import RankFiles, RankPart, receipts_of
+from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart, receipts_of
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -223,12 +223,23 @@ class Conductor:
             try:
                 part = self._files.read_part(rank, command.number)
             except StepFailedError as missing:
-                part = RankPart(fence_reason=f"rank {rank} left no word of what it holds: {missing}")
+                part = self._unwritten_part(rank, command, outcome, missing)
             if part.is_reborn:
                 reborn.add(rank)
             else:
                 outcome.parts.append(part)
         outcome.lost |= reborn
+
+    def _unwritten_part(
+        self, rank: int, command: CommandRecord, outcome: CommandOutcome, missing: StepFailedError
+    ) -> RankPart:
+        """Of a rank whose disk was full: the board says that it followed. Where it took a version over, that is no
+        proof of what it holds."""
+        record = self._rendezvous.records()[rank]
+        has_followed = (record.command, record.ballot, record.phase) == (command.number, Ballot.FINISHED, FOLLOWED)
+        if has_followed and (outcome.outcome is Outcome.REJECTED or command.kind == CommandKind.CLEAR):
+            return RankPart()
+        return RankPart(fence_reason=f"rank {rank} left no word of what it holds: {missing}")
 
     def _forget(self, number: int) -> None:
         self._unfinished = 0

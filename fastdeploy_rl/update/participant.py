@@ -20,7 +20,7 @@ from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.attempt import Failure, attempt
-from fastdeploy_rl.update.rank_files import RankFiles, RankPart
+from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart
 from fastdeploy_rl.update.steps import RankUpdate
 from fastdeploy_rl.update.transaction import (
     ClearCommand,
@@ -108,6 +108,8 @@ class Participant:
         error = self._attempt(command.stage)
         if error is None:
             error = self._attempt(lambda: self._prepare_files(record, command))
+        if record.kind == CommandKind.CLEAR:
+            error = None  # a full disk keeps nobody from giving memory back
         if error is None:
             self._rendezvous.vote(record.number, Ballot.STAGED, phase="staged")
         else:
@@ -257,7 +259,7 @@ class Participant:
         self._rendezvous.vote(
             number,
             Ballot.FINISHED,
-            phase="fenced" if part.fence_reason else "idle",
+            phase="fenced" if part.fence_reason else FOLLOWED,
             error=error.name if error else "",
             reason=error.text if error else "",
         )

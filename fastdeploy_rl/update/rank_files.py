@@ -21,6 +21,8 @@ _SPARE_BYTES = 64 << 10
 """Of a last word: times of steps, and the text of an error."""
 _CAREFUL = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """A pipe in a file's place would keep us for good, a link would lead away."""
+FOLLOWED = "idle"
+"""The phase that a rank shows on the board with its last word, unless that is a fence."""
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 

@@ -1,6 +1,7 @@
 """Who notices which death of a worker, where the order of things is all that counts: no process is started."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[object] = []
+
+    def rank_back(self, ready: Ready, link: object) -> None:
+        self.heard.append(ready)
 
     def all_ready(self) -> None:
         self.heard.append("all ready")
@@ -68,3 +72,17 @@ def test_a_rank_that_died_before_all_were_ready_ends_the_engine_though_they_are_
     assert ready == "all ready"
     assert isinstance(error, PeerLostError)
     assert str(error) == "rank 1 ended"
+
+
+def test_a_rank_is_back_after_the_time_since_its_start_whatever_it_measured_itself() -> None:
+    listener, nobody = Listener(), SimpleNamespace(rank=0, pid=1)
+    watcher: Any = listener
+    anything: Any = nobody
+    workers = WorkerSet(
+        anything, watcher, anything, RestartBudget(), log_dir=Path("log"), environ={}, module="nobody starts it"
+    )
+    workers._was_ready = True
+    workers._note_ready(_Seat(anything, anything, begun=time.monotonic() - 3.0), Ready(0, 0, 0.027))
+    (ready,) = listener.heard
+    assert isinstance(ready, Ready)
+    assert ready.seconds >= 3.0

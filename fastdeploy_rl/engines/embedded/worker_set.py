@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -67,6 +67,7 @@ class _Seat:
     link: WorkerLink
     ready: Ready | None = None
     fault: FastDeployRLError | None = None
+    begun: float = field(default_factory=time.monotonic)
 
 
 class WorkerSet:
@@ -191,6 +192,8 @@ class WorkerSet:
     def _note_ready(self, seat: _Seat, ready: Ready) -> None:
         seat.ready = ready
         if self._was_ready:
+            # Since it was started: what it could measure itself begins when Paddle is there.
+            ready = structs.replace(ready, seconds=time.monotonic() - seat.begun)
             _log.info("event=worker_back rank=%d pid=%d seconds=%.3f", ready.rank, seat.worker.pid, ready.seconds)
             self._watcher.rank_back(ready, seat.link)
         elif not self.late_ranks:

@@ -190,6 +190,10 @@ def _slowest_steps(ranks: list[RankReport]) -> dict[str, float]:
     return slowest
 
 
+LOST_PHASE = "lost"
+"""Of a rank whose process died and whose successor has not taken its seat yet; its other fields are the dead one's."""
+
+
 class RankStatus(msgspec.Struct, frozen=True):
     """One rank as the board shows it. `pid` is for messages only: it means nothing across containers.
     `heartbeat_age_s`: None before its first sign of life."""

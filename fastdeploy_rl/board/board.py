@@ -22,7 +22,7 @@ from fastdeploy_rl.lifecycle import Admission, LegacyStatus
 from fastdeploy_rl.memory.owner_lock import Owner, OwnerLock, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
-from fastdeploy_rl.report import EngineStatus, RankStatus
+from fastdeploy_rl.report import LOST_PHASE, EngineStatus, RankStatus
 
 _log = logging.getLogger(__name__)
 
@@ -310,15 +310,17 @@ class Board:
             is_serving=bool(record.is_serving),
             reason=record.reason if record.admission else "the engine is starting",
             commands_done=record.commands_done,
-            ranks=[_rank_status(rank, self.read_rank(rank), now) for rank in range(self.num_ranks)],
+            ranks=[
+                _rank_status(rank, self.read_rank(rank), now, is_lost=rank in lost) for rank in range(self.num_ranks)
+            ],
         )
 
 
-def _rank_status(rank: int, record: layout.RankRecord, now_ns: int) -> RankStatus:
+def _rank_status(rank: int, record: layout.RankRecord, now_ns: int, *, is_lost: bool) -> RankStatus:
     return RankStatus(
         rank=rank,
         pid=record.pid,
-        phase=record.phase or "starting",
+        phase=LOST_PHASE if is_lost else record.phase or "starting",
         command=record.command,
         version=record.version,
         heartbeat_age_s=(now_ns - record.heartbeat_ns) / 1e9 if record.heartbeat_ns else None,

@@ -98,6 +98,7 @@ def play(place: Path) -> dict[str, Any]:
             scene: dict[str, Any] = {"living": living, "alive_port": engine.port, "dead_port": die(dead)}
             scene["before"] = doctor(dead, "--json")
             scene["text"] = doctor(dead)
+            scene["wanted"] = doctor(dead, "--engine", str(scene["dead_port"]), "--json")
             scene["cleaned"] = doctor(dead, "--clean", "--json")
             scene["again"] = doctor(dead, "--clean", "--json")
             scene["alive"] = doctor(alive, "--clean", "--json")

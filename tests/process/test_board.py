@@ -111,6 +111,7 @@ def test_a_lost_rank_is_known_to_all_and_what_is_undecided_is_decided_no(board: 
     assert rendezvous.decide_once(Question.INSTALL, 1, Decision.YES) is Decision.YES
     board.mark_lost(2)
     assert board.lost_ranks() == {2}
+    assert [rank.phase for rank in board.status().ranks] == ["starting", "starting", "lost"]
     assert rendezvous.decided(Question.INSTALL, 1) is Decision.YES
     assert rendezvous.decided(Question.COMMIT, 1) is Decision.NO
     board.condemn(2)

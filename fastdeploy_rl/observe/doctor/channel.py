@@ -28,6 +28,7 @@ from fastdeploy_rl.observe.doctor.leftovers import (
 )
 from fastdeploy_rl.observe.sizes import size_text
 from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.report import LOST_PHASE
 
 _LISTED = 6
 """Names in one line."""
@@ -122,14 +123,14 @@ def owner_text(owner: Owner | None) -> str:
 def check_engines(wanted: int | None) -> list[Check]:
     """Every engine of this user on this machine, or the one at port `wanted`."""
     ports = known_ports() if wanted is None else [wanted]
-    checks = [check for port in ports if (check := _check_engine(port)) is not None]
+    checks = [check for port in ports if (check := _check_engine(port, must_live=wanted is not None))]
     if wanted is not None and not checks:
         start = f"fastdeploy-rl serve --engine-worker-queue-port {wanted} ..., or name the port it runs on"
         return [fail(f"port {wanted}", "no engine", start)]
     return checks or [ok("engines", "none")]
 
 
-def _check_engine(port: int) -> Check | None:
+def _check_engine(port: int, *, must_live: bool) -> Check | None:
     """None where nothing but an old lock file lies at the port."""
     name, engine = f"port {port}", EngineAtPort(port)
     if not engine.is_alive:
@@ -141,6 +142,9 @@ def _check_engine(port: int) -> Check | None:
                 f"a board whose lock cannot be seen from here, {engine.who}",
                 "if it is another container's: share its runtime directory too, or choose another port here",
             )
+        if must_live:
+            start = f"fastdeploy-rl serve --engine-worker-queue-port {port} ...: it reclaims what this one left"
+            return fail(name, f"dead: {engine.who}", start)
         return warn(
             name, f"dead: {engine.who}", "fastdeploy-rl doctor --clean; the next engine at this port reclaims it too"
         )
@@ -167,7 +171,10 @@ def _judge_status(name: str, who: str, board: Board) -> Check:
     found = f"alive, {who}, {len(status.ranks)} ranks, {status.admission}, version {status.version or 'none'}"
     found += _http_text(board.port)
     if status.admission == "fenced":
-        return fail(name, f"{found}: {status.reason}", f"fastdeploy-rl update --engine {board.port}")
+        update = f"fastdeploy-rl update --engine {board.port}"
+        is_coming_back = any(rank.phase == LOST_PHASE for rank in status.ranks)
+        mend = f"wait some seconds: it is started again; if it stays fenced, {update}" if is_coming_back else update
+        return fail(name, f"{found}: {status.reason}", mend)
     if find_http_access(board.port) is HttpAccess.OPEN:
         return warn(
             name,

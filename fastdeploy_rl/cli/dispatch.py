@@ -20,6 +20,7 @@ from fastdeploy_rl.cli import (
     status,
     update,
 )
+from fastdeploy_rl.cli.options import one_line
 from fastdeploy_rl.errors import FastDeployRLError
 
 VERBS = (serve, publish, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
@@ -47,16 +48,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except FastDeployRLError as error:
-        print(f"fastdeploy-rl: error: {_one_line(error)}", file=sys.stderr)
+        print(f"fastdeploy-rl: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; without this the interpreter complains again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"fastdeploy-rl: error: {_one_line(error)}", file=sys.stderr)
+        print(f"fastdeploy-rl: error: {one_line(str(error))}", file=sys.stderr)
         return 1
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

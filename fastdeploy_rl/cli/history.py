@@ -5,7 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdeploy_rl.cli.options import Verbs, add_engine, add_json, add_verb, client_key, megabytes, positive, print_json
+from fastdeploy_rl.cli.options import (
+    Verbs,
+    add_engine,
+    add_json,
+    add_verb,
+    client_key,
+    megabytes,
+    one_line,
+    positive,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_rl.report import HistoryEntry
@@ -64,7 +74,7 @@ _COLUMNS: "dict[str, Callable[[HistoryEntry], str]]" = {
     "stall": lambda entry: f"{entry.stall_seconds * 1e3:.1f} ms",
     "aliased": lambda entry: megabytes(entry.aliased_bytes),
     "copied": lambda entry: megabytes(entry.copied_bytes) + (f", rollback {entry.rollback}" if entry.rollback else ""),
-    "reason": lambda entry: entry.reason[:_MAX_REASON],
+    "reason": lambda entry: _shortened(one_line(entry.reason)),
 }
 
 
@@ -73,6 +83,10 @@ def _print_table(entries: "list[HistoryEntry]") -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(_GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
 
 
 def _on_one_line(text: str) -> str:

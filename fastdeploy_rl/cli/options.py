@@ -148,5 +148,11 @@ def print_fields(**fields: object) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
+def one_line(text: str) -> str:
+    """A text of several lines, as a list of what is wrong, so that its items stay apart."""
+    lines = [line for raw in text.splitlines() if (line := " ".join(raw.split()))]
+    return "".join(line + (" " if line[-1] in ".:;," else "; ") for line in lines[:-1]) + "".join(lines[-1:])
+
+
 def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"

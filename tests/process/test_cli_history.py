@@ -20,11 +20,14 @@ def board() -> Iterator[Board]:
     board.close()
 
 
+_REASON = "missing:\n  a \x1b[31m\n  b\n" + "c" * 300
+
+
 def entries() -> list[HistoryEntry]:
     rank = RankReport(rank=0, steps=[], apply_mode="auto", aliased_bytes=2_500_000, copied_bytes=1_000_000)
     reports = [
         UpdateReport(1, "update", "done", "1.1", "0.0", 0.1234, 0.0021, [rank]),
-        UpdateReport(2, "update", "rejected", "1.2", "1.1", 1.5, 0.0, [], "CoverageError", "missing:\n  a \x1b[31m"),
+        UpdateReport(2, "update", "rejected", "1.2", "1.1", 1.5, 0.0, [], "CoverageError", _REASON),
         UpdateReport(3, "clear", "done", "", "1.1", 0.01, 0.001, []),
     ]
     return [history_entry(report, 8182, 0.0) for report in reports]
@@ -75,7 +78,8 @@ def test_a_running_engine_shows_its_commands_as_a_table(board: Board, capsys: py
         "MB",
     ]
     assert "rejected" in rows[1]
-    assert "missing:" in rows[1]
+    assert "missing: a  [31m; b; ccc" in rows[1]
+    assert rows[1].endswith("c ...")
     assert "1.1 -> none" in rows[2]
     assert "\x1b" not in shown
     columns = {row.index(word) for row, word in zip(rows, ["done", "rejected", "done"], strict=True)}

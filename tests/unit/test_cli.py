@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_rl.cli import dispatch, main
 from fastdeploy_rl.cli.dispatch import make_parser
-from fastdeploy_rl.cli.options import engine_address, port, positive, seconds
+from fastdeploy_rl.cli.options import engine_address, one_line, port, positive, seconds
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 
 VERBS = [verb.__name__.rpartition(".")[2] for verb in dispatch.VERBS]
@@ -142,6 +142,12 @@ def test_fastdeploys_spelling_is_taken() -> None:
     assert (options.tensor_parallel_size, options.port, options.engine_worker_queue_port) == (2, 81, 82)
     assert (options.ipc_dir, options.log_dir) == (Path("c"), Path("l"))
     assert (options.apply_mode, options.rollback) == ("copy", "refetch")
+
+
+def test_several_lines_become_one_whose_items_stay_apart() -> None:
+    assert one_line("2 problems:\na: missing\n  b: shape [1]\n") == "2 problems: a: missing; b: shape [1]"
+    assert one_line("it ended.\n\nsee  the\tlog") == "it ended. see the log"
+    assert one_line("\n") == ""
 
 
 def test_addresses_and_numbers() -> None:

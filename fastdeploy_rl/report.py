@@ -59,8 +59,8 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """The story of one command. `reason` is empty when `outcome` is "done"; `receipt` is there after a done update;
-    `stall_seconds` is that of the rank that stalled longest."""
+    """The story of one command. `reason` is empty when `outcome` is "done", and `receipt` is there after a done update,
+    unless the engine had no room to store this; `stall_seconds` is that of the rank that stalled longest."""
 
     command: int
     kind: str

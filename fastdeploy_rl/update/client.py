@@ -24,6 +24,7 @@ from fastdeploy_rl.errors import (
     NotServingError,
     PeerLostError,
     RequestError,
+    StepFailedError,
     from_wire,
 )
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
@@ -151,9 +152,19 @@ class BoardClient:
             if outcome.outcome != Outcome.DONE:
                 raise from_wire(outcome.error, outcome.reason)
             # Before the slot is free: until then the engine keeps the report, however slow this client is.
-            return RankFiles(self._board.run_dir).read_report(outcome.command)
+            return self._read_report(record, outcome.command)
         finally:
             self._let_go(offset)
+
+    def _read_report(self, asked: RequestRecord, command: int) -> UpdateReport:
+        """Of what was done as `asked`. A report that the engine had no room to store makes that no failure: then this
+        tells no more than what is known without."""
+        try:
+            return RankFiles(self._board.run_dir).read_report(command)
+        except StepFailedError as missing:
+            version = asked.version if "." in asked.version else ""
+            kind = CommandKind(asked.kind).name.lower()
+            return UpdateReport(command, kind, "done", version, "", 0.0, 0.0, [], reason=f"done, but {missing}")
 
     def _word(self, state: SlotState) -> int:
         return layout.slot_word(self._token, state)

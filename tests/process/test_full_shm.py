@@ -2,10 +2,20 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from fastdeploy_rl.board.board import Board
+from fastdeploy_rl.board.layout import SlotState
+from fastdeploy_rl.errors import PeerLostError
+from fastdeploy_rl.report import UpdateReport
+from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.requests import next_board_request
+from tests.process.answering import await_states
+from tests.process.numpy_engine import free_port
 from tests.process.private_shm import private_shm
 
 SCENE = """
@@ -63,3 +73,29 @@ def test_a_full_shm_fences_nobody_and_keeps_nobody_from_clearing(
     assert said[1].endswith("True")
     assert "No space left on device" in said[1]
     assert said[2:] == ["old True", "status  True", "clear done False", "update done True", "new True"], said
+
+
+def test_what_was_done_is_told_as_done_though_its_report_could_not_be_stored() -> None:
+    board = Board.create(free_port(), num_ranks=1)
+
+    def answered(ask: Callable[[], object]) -> object:
+        asked = pool.submit(ask)
+        await_states(board, lambda taken: taken == [SlotState.SUBMITTED])
+        request = next_board_request(board)
+        assert request is not None
+        request.finish(UpdateReport(7, request.kind.name.lower(), "done", "", "", 0.0, 0.0, []))
+        return asked.result(20)
+
+    try:
+        with ThreadPoolExecutor(1) as pool, BoardClient(board.port) as client:
+            updated = answered(lambda: client.update("1.2"))
+            assert isinstance(updated, UpdateReport)
+            assert (updated.outcome, updated.version, updated.receipt) == ("done", "1.2", None)
+            assert "report.7.json" in updated.reason
+            cleared = answered(client.clear)
+            assert isinstance(cleared, UpdateReport)
+            assert (cleared.outcome, cleared.version) == ("done", "")
+            with pytest.raises(PeerLostError, match="no receipt"):
+                answered(lambda: client.receipt(recompute=True))
+    finally:
+        board.close()

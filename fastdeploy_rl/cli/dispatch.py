@@ -21,7 +21,7 @@ from fastdeploy_rl.cli import (
     update,
 )
 from fastdeploy_rl.cli.options import one_line
-from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError
 
 VERBS = (serve, publish, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
@@ -50,6 +50,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except FastDeployRLError as error:
         print(f"fastdeploy-rl: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "fastdeploy_rl"):
+            raise
+        # A trainer's environment has what trainers need; `[engine,cpu]` brings the rest.
+        print(f"fastdeploy-rl: error: {_missing_text(package, is_engine=options.run is serve.run)}", file=sys.stderr)
+        return ConfigurationError.exit_code
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; without this the interpreter complains again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,3 +64,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"fastdeploy-rl: error: {one_line(str(error))}", file=sys.stderr)
         return 1
+
+
+def _missing_text(package: str, *, is_engine: bool) -> str:
+    found = f"{package} is not installed for {sys.executable}"
+    if is_engine:
+        return f"{found}, and an engine needs it: pip install '/path/to/fastdeploy_rl[engine,cpu]' brings all it needs"
+    return f"{found}, and this verb needs it: pip install {package}"

@@ -46,6 +46,23 @@ def test_a_package_without_its_native_core_says_so_and_what_to_do() -> None:
     assert "ImportError: the native core is not built for this Python" in done.stderr.decode().splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("package", "verb", "mend"),
+    [
+        ("uvicorn", "serve --model nowhere", "pip install '/path/to/fastdeploy_rl[engine,cpu]'"),
+        ("httpx", "generate --prompt a --engine http://127.0.0.1:9", "this verb needs it: pip install httpx"),
+        ("httpx", "chat --engine http://127.0.0.1:9", "this verb needs it: pip install httpx"),
+    ],
+)
+def test_what_a_trainers_environment_lacks_is_named_with_its_mend(package: str, verb: str, mend: str) -> None:
+    probe = f"import sys; sys.modules[{package!r}] = None; from fastdeploy_rl.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", probe, *verb.split()], capture_output=True, check=False, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith(f"fastdeploy-rl: error: {package} is not installed for ")
+    assert mend in line
+
+
 def test_help_imports_neither_engine_nor_server() -> None:
     probe = (
         "import sys; from fastdeploy_rl.cli import main\n"

@@ -277,7 +277,7 @@ def judge_paddle(installed: dict[str, str], needed: dict[str, str]) -> Check:
         return ok(
             "paddle",
             "not installed; a trainer on torch or numpy needs none",
-            "if an engine is to run here: pip install 'fastdeploy_rl[engine,cpu]'",
+            "if an engine is to run here: pip install '/path/to/fastdeploy_rl[engine,cpu]'",
         )
     found = ", ".join(f"{name} {version}" for name, version in installed.items())
     if len(installed) > 1:

@@ -24,6 +24,11 @@ _EXPORTS = {
 __all__ = ["AsyncEngineController", "DynamicWeightManager", "EngineController", "WeightPublisher", "WeightVersion"]
 
 
+def __dir__() -> list[str]:
+    """With the names below, for whoever completes them at a prompt."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'fastdeploy_rl' has no attribute {name!r}")

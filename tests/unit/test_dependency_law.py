@@ -174,6 +174,12 @@ def test_every_exported_name_comes_without_a_framework(name: str) -> None:
     assert loaded & {"paddle", "torch", "transformers"} == set()
 
 
+def test_the_exported_names_are_listed_before_one_is_used() -> None:
+    probe = "import fastdeploy_rl; print(set(fastdeploy_rl.__all__) <= set(dir(fastdeploy_rl)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True, timeout=60)
+    assert done.stdout == "True\n"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fastdeploy_rl.nothing  # noqa: B018 - the access is what is tested

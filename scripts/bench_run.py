@@ -57,8 +57,15 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of the real model")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="Hugging Face directory of the real model; `scripts/bench` names scripts/make_model's",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--runs", type=int, default=7, choices=range(5, 1000), metavar="N", help="runs a median is of")
     parser.add_argument("--only", default="", choices=list(GROUPS), help="one group of rows")

@@ -257,7 +257,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of the model")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="Hugging Face directory of the model; `scripts/demo` names scripts/make_model's",
+    )
     options = parser.parse_args()
     shutil.rmtree(OUT_DIR, ignore_errors=True)
     OUT_DIR.mkdir(parents=True)

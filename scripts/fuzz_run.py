@@ -362,7 +362,9 @@ def _names(only: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seconds", type=float, nargs="?", default=60.0, help="how long, 60 unless told")
     parser.add_argument("--seed", type=int, help="drawn, and printed, unless told")
     parser.add_argument("--only", default="", help="targets, with commas between")

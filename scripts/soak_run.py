@@ -177,7 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("updates", type=_num_updates, metavar="N", help=f"updates, {MIN_UPDATES} or more")
+    parser.add_argument(
+        "updates",
+        type=_num_updates,
+        metavar="N",
+        help=f"updates, {MIN_UPDATES} or more; a short soak makes more, for enough readings to draw lines through",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--ranks", type=int, default=3, choices=range(1, 9), metavar="R", help="1 to 8 (default 3)")
     parser.add_argument("--mode", action="append", choices=APPLY_MODES, help="only this apply mode; may be repeated")

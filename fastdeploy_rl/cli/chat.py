@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_rl.cli.options import Verbs, add_verb, print_line
 from fastdeploy_rl.cli.text_options import add_text_options, asked, open_client, sendable
-from fastdeploy_rl.errors import NotServingError, OverloadedError, RequestError
+from fastdeploy_rl.errors import FastDeployRLError, NotServingError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from fastdeploy_rl.control.text_client import TextClient
@@ -101,12 +101,17 @@ class _Conversation:
 
         pieces: list[str] = []
         last: dict[str, Any] = {}
-        with closing(self._client.stream(_ROUTE, body)) as chunks:
-            for chunk in chunks:
-                last = first_choice(chunk)
-                pieces.append((last.get("delta") or {}).get("content") or "")
-                if not self._options.json:
-                    print(pieces[-1], end="", flush=True)
+        try:
+            with closing(self._client.stream(_ROUTE, body)) as chunks:
+                for chunk in chunks:
+                    last = first_choice(chunk)
+                    pieces.append((last.get("delta") or {}).get("content") or "")
+                    if not self._options.json:
+                        print(pieces[-1], end="", flush=True)
+        except FastDeployRLError:
+            if pieces and not self._options.json:
+                print(flush=True)  # the complaint gets a line of its own
+            raise
         if not self._options.json:
             print(flush=True)
         return "".join(pieces), last

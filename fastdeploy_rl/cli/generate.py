@@ -56,14 +56,18 @@ def _read_prompt() -> str:
 
 
 def _stream(client: "TextClient", body: dict[str, Any], *, as_json: bool) -> None:
-    with closing(client.stream(_ROUTE, body)) as chunks:
-        for chunk in chunks:
-            if as_json:
-                print_line(chunk)
-            else:
-                print(_text_of(chunk), end="", flush=True)
-    if not as_json:
-        print()
+    has_begun = False
+    try:
+        with closing(client.stream(_ROUTE, body)) as chunks:
+            for chunk in chunks:
+                if as_json:
+                    print_line(chunk)
+                else:
+                    print(_text_of(chunk), end="", flush=True)
+                has_begun = True
+    finally:  # a complaint gets a line of its own
+        if has_begun and not as_json:
+            print(flush=True)
 
 
 def _text_of(answer: dict[str, Any]) -> str:

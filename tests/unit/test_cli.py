@@ -3,14 +3,18 @@
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fastdeploy_rl.cli import dispatch, main
+from fastdeploy_rl.cli import chat, dispatch, generate, main
 from fastdeploy_rl.cli.dispatch import make_parser
 from fastdeploy_rl.cli.options import engine_address, one_line, port, positive, seconds
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
+from fastdeploy_rl.errors import NotServingError
 
 VERBS = [verb.__name__.rpartition(".")[2] for verb in dispatch.VERBS]
 
@@ -165,6 +169,25 @@ def test_several_lines_become_one_whose_items_stay_apart() -> None:
     assert one_line("2 problems:\na: missing\n  b: shape [1]\n") == "2 problems: a: missing; b: shape [1]"
     assert one_line("it ended.\n\nsee  the\tlog") == "it ended. see the log"
     assert one_line("\n") == ""
+
+
+class BreakingClient:
+    """Says one piece, then that its engine is gone."""
+
+    def stream(self, route: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield {"choices": [{"text": "Once", "delta": {"content": "Once"}}]}
+        raise NotServingError("rank 0 died")
+
+
+def test_a_complaint_after_streamed_text_gets_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    client: Any = BreakingClient()
+    with pytest.raises(NotServingError):
+        generate._stream(client, {}, as_json=False)
+    assert capsys.readouterr().out == "Once\n"
+    options: Any = SimpleNamespace(json=False)
+    with pytest.raises(NotServingError):
+        chat._Conversation(client, options)._answer({})
+    assert capsys.readouterr().out == "Once\n"
 
 
 def test_addresses_and_numbers() -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ class _Held(NamedTuple):
 def pytest_configure() -> None:
     # Inherited by every process that a test starts, however deep, also after its parent died.
     os.environ[_RUN] = f"{os.getpid()}.{time.time_ns()}"
+    # A run in a shell's background ignores Ctrl-C, and so would everything that it starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -279,4 +279,7 @@ def unpack(record: type[Record], data: bytes) -> Record:
 
 
 def _text(field: bytes) -> str:
-    return codecs.getincrementaldecoder("utf-8")("replace").decode(field.rstrip(b"\0"), False)
+    text = field.rstrip(b"\0")
+    if text.isascii():  # nearly all: an incremental decoder costs as much as the rest of a record
+        return text.decode("ascii")
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(text, False)

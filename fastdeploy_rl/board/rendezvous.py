@@ -146,9 +146,17 @@ class BoardRendezvous:
     ) -> list[RankRecord]:
         begun = time.monotonic()
         tally = Tally(command, wanted, excused)
-        is_settled = self._board.wait_until(lambda: tally.is_settled(self.records(), self.lost_ranks()), deadline_ns)
-        records = self.records()
-        tally.check(records, self.lost_ranks(), is_settled, since_s=begun)
+        records: list[RankRecord] = []
+        lost: frozenset[int] = frozenset()
+
+        def is_settled() -> bool:
+            nonlocal records, lost
+            records, lost = self.records(), self.lost_ranks()
+            return tally.is_settled(records, lost)
+
+        # What was seen together is judged together: a rank that comes back meanwhile changes nothing of it.
+        is_in_time = self._board.wait_until(is_settled, deadline_ns)
+        tally.check(records, lost, is_in_time, since_s=begun)
         return records
 
     def lost_ranks(self) -> frozenset[int]:

@@ -193,6 +193,17 @@ def test_requests_are_carried_out_in_the_order_in_which_they_were_asked_for():
         board.close()
 
 
+def restarted_faulty_engine(tmp_path: Path) -> NumpyEngine:
+    """Three ranks that fail on request, and are started again where they die."""
+    return NumpyEngine(
+        MODEL,
+        channel=tmp_path / "channel",
+        is_restarted_on_death=True,
+        deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=10.0, finish_s=0.3),
+        module="fastdeploy_rl.testing.faulty_worker",
+    )
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(
     tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
@@ -201,13 +212,7 @@ def test_a_rank_that_stands_still_inside_the_install_is_ended_and_comes_back(
     that. The update never comes to pass."""
     monkeypatch.setattr(Deadlines, "outcome_s", 1.0)  # of the client
     with (
-        NumpyEngine(
-            MODEL,
-            channel=tmp_path / "channel",
-            is_restarted_on_death=True,
-            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=10.0, finish_s=0.3),
-            module="fastdeploy_rl.testing.faulty_worker",
-        ) as engine,
+        restarted_faulty_engine(tmp_path) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,
     ):
@@ -268,13 +273,7 @@ def test_every_rank_goes_back_when_one_fails_after_all_have_installed(tmp_path: 
 def test_a_rank_that_dies_right_after_the_commit_word_is_brought_forward(tmp_path: Path, rank: int):
     """The word alone says so; whoever asked is told what it says, also where rank 0 died before it could tell."""
     with (
-        NumpyEngine(
-            MODEL,
-            channel=tmp_path / "channel",
-            is_restarted_on_death=True,
-            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=10.0, finish_s=0.3),
-            module="fastdeploy_rl.testing.faulty_worker",
-        ) as engine,
+        restarted_faulty_engine(tmp_path) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,
     ):

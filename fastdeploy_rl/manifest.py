@@ -52,12 +52,13 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """A run of bytes. `locator`: name of the shared-memory object, without "/"; `arena`: row of the publisher's lease
+    """A run of bytes. `kind` "shm": `locator` names a shared-memory object, without "/"; "file": a file beside
+    the manifest, whose parts may begin anywhere, and which knows no arenas (0). `arena`: row of the publisher's lease
     table; `generation`: the even generation of that arena while it holds this version. `publisher`: which of the
     processes that publish this version together; each has a lease table of its own. `is_borrowed`: the trainer's own
     memory, which it changes once nobody leases it."""
 
-    kind: Literal["shm"]
+    kind: Literal["shm", "file"]
     locator: str
     num_bytes: Count
     arena: Count
@@ -408,7 +409,7 @@ def _check_part(tensor: Tensor, part: Part, segments: Sequence[Segment]) -> None
     _check_counts(tensor.name, part.segment, part.offset)
     if part.segment >= len(segments):
         raise ManifestError(f"{tensor.name}: segment {part.segment} of {len(segments)} does not exist")
-    if part.offset % ALIGNMENT:
+    if part.offset % ALIGNMENT and segments[part.segment].kind == "shm":
         raise ManifestError(f"{tensor.name}: offset {part.offset} is not a multiple of {ALIGNMENT}")
     segment, stop = segments[part.segment], part.offset + tensor.part_bytes(part)
     if stop > segment.num_bytes:

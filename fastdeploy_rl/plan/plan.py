@@ -87,6 +87,11 @@ class Plan:
     copied_bytes: int
     read_bytes: int
 
+    @property
+    def everything(self) -> tuple[PlannedParameter, ...]:
+        """All that is read: parameters, then readings."""
+        return (*self.parameters, *self.readings)
+
 
 def after_cast(num_bytes: int, cast: str) -> int:
     """What that many source bytes become."""

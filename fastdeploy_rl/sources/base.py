@@ -1,28 +1,42 @@
 """The seam between an engine and whatever brings published bytes to it.
 
 A new load strategy is one class with these methods and one line in the registry.
-Owns the words only. Invariant, for every source: between `stage` and `release` the
-segments' bytes are those of the manifest, or `stage` raised and nothing is held.
+Owns the words only. Invariant, for every source: what `arrivals` has given has the manifest's bytes, at the places
+that `plan` names, until `release`; or an error was raised and nothing is held.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.manifest import Manifest
-from fastdeploy_rl.plan.plan import Plan
+from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.version import WeightVersion
 
 NOT_IMMUTABLE = "the source's memory does not stay as it is"
 """Why nothing may lie in, or be fetched again from, a source whose `is_immutable` is False; for reports."""
+NOT_ASKED = "the source's memory is used in place only where that is asked for"
+"""Why apply mode `auto` copies from a source that `is_copied_unless_asked`; for reports."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """What a source may need to know. `channel`: the directory of `ipc` and `ipc_snapshot`."""
+    """What a source may need to know of the engine and of the place where weights come from.
+
+    `channel`: the directory of `ipc` and `ipc_snapshot`, and where `rsync` looks for a server on this machine.
+    `model_dir`: where FastDeploy's trainers leave `version.yaml` and their own files; None: nowhere. `parameters`: the
+    engine's, global shapes. `rsync_config`: the JSON text of `--rsync-config`, empty where none was given."""
 
     channel: Path
+    model_dir: Path | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    parameters: tuple[ParameterSpec, ...] = ()
+    num_threads: int = 1
+    rsync_config: str = ""
 
 
 class ResolvedPublication(NamedTuple):
@@ -36,14 +50,30 @@ class StagedSource(Protocol):
     """A version whose bytes can be read until `release`."""
 
     @property
+    def plan(self) -> Plan:
+        """What `stage` was given, with the places in `segments` where the bytes lie now."""
+        ...
+
+    @property
     def segments(self) -> tuple[Mapping, ...]:
-        """One readable mapping per segment of the manifest, in its order."""
+        """Readable mappings: those that `plan` counts."""
         ...
 
     @property
     def is_immutable(self) -> bool:
         """True: the memory stays as it is while staged, so parameters may alias it. False: it may be reused, copy
         it."""
+        ...
+
+    @property
+    def is_copied_unless_asked(self) -> bool:
+        """Apply mode `auto` copies, though the memory is immutable: to lie in it costs or risks something."""
+        ...
+
+    def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
+        """All of `plan.everything`, each once, in the order in which the bytes come within reach: what has been given
+        can be read. Blocks for the next; called once. DeadlineExceededError, PeerLostError and NoPublicationError where
+        not all bytes come; then `release` is still to be called."""
         ...
 
     def is_vouched(self) -> bool:
@@ -53,21 +83,28 @@ class StagedSource(Protocol):
         ...
 
     def release(self) -> None:
-        """Lets go of the memory, then of the claim on it. SegmentError while arrays or tensors over a segment are
-        alive: then all stays held, and a later call releases it. A second release does nothing."""
+        """Ends what still arrives, lets go of the memory, then of the claim on it. SegmentError while arrays or tensors
+        over a segment are alive: then all stays held, and a later call releases it. A second release does nothing."""
         ...
 
 
 class WeightSource(Protocol):
-    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. `resolve` may be called from any
-    thread, everything else from one."""
+    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. `resolve` and `discredit` may be
+    called from any thread, everything else from one."""
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
-        """The given version, or the latest. NoPublicationError when it is not to be had, naming the one that is."""
+        """The given version, or the one that is wanted where none is named: the latest, as a rule. NoPublicationError
+        when it is not to be had, naming the one that is."""
+        ...
+
+    def discredit(self, resolved: ResolvedPublication) -> None:
+        """Its bytes were read and are not what its manifest says: `resolve` without a version gives an older one from
+        now on, where there is one that is whole. By name it can still be had."""
         ...
 
     def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> StagedSource:
-        """Brings the bytes that `plan` reads within reach. NoPublicationError when the version was superseded since."""
+        """Begins to bring the bytes that `plan` reads within reach; `arrivals` tells when they are. NoPublicationError
+        when the version was superseded since."""
         ...
 
     def trim(self) -> None:

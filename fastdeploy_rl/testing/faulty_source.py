@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastdeploy_rl._native import Mapping
@@ -20,7 +20,7 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     SegmentError,
 )
-from fastdeploy_rl.plan.plan import Plan
+from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.sources.base import ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.version import WeightVersion
 
@@ -97,7 +97,11 @@ class FaultySource:
         fault = self._begin("stage", deadline_ns)
         self._check_there()
         staged = self._inner.stage(resolved, plan, deadline_ns=deadline_ns)
-        return FaultyStaged(staged, fault if isinstance(fault, Corrupt) else None, self._begin_release)
+        corrupt = fault if isinstance(fault, Corrupt) else None
+        return FaultyStaged(staged, corrupt, self._begin_release, deadline_ns)
+
+    def discredit(self, resolved: ResolvedPublication) -> None:
+        self._inner.discredit(resolved)
 
     def trim(self) -> None:
         self._begin("trim")
@@ -133,12 +137,16 @@ class FaultySource:
 class FaultyStaged:
     """What a FaultySource staged."""
 
-    def __init__(self, inner: StagedSource, corrupt: Corrupt | None, begin_release: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: StagedSource, corrupt: Corrupt | None, begin_release: Callable[[], None], deadline_ns: int
+    ) -> None:
         self._inner = inner
         self._begin_release = begin_release
         self._copy: tuple[Mapping, ...] | None = None
         if corrupt is not None:
             try:
+                for _ in inner.arrivals(deadline_ns=deadline_ns):
+                    pass  # all must be there before a copy of it can be wrong in one place only
                 self._copy = _corrupted(inner.segments, corrupt)
             except BaseException:
                 inner.release()
@@ -149,8 +157,19 @@ class FaultyStaged:
         return self._inner.segments if self._copy is None else self._copy
 
     @property
+    def plan(self) -> Plan:
+        return self._inner.plan
+
+    @property
     def is_immutable(self) -> bool:
         return self._inner.is_immutable
+
+    @property
+    def is_copied_unless_asked(self) -> bool:
+        return self._inner.is_copied_unless_asked
+
+    def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
+        return self._inner.arrivals(deadline_ns=deadline_ns) if self._copy is None else iter([self.plan.everything])
 
     def is_vouched(self) -> bool:
         return self._inner.is_vouched()

@@ -440,7 +440,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "2^64": lambda d: d["segments"][0].update(num_bytes=2**64),
     "negative": lambda d: d["segments"][0].update(num_bytes=-1),
     "negative offset": lambda d: d["tensors"][0]["parts"][0].update(offset=-512),
-    "other segment kind": lambda d: d["segments"][0].update(kind="file"),
+    "other segment kind": lambda d: d["segments"][0].update(kind="http"),
     "path as a locator": lambda d: d["segments"][0].update(locator="../../etc/passwd"),
     "duplicate name": lambda d: d["tensors"].append(d["tensors"][0]),
     "overlap": lambda d: d["tensors"][1]["parts"][0].update(offset=0),

@@ -1,0 +1,1 @@
+"""How byte ranges of a publication reach another machine: one file per way."""

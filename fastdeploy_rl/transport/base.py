@@ -12,23 +12,8 @@ from typing import NamedTuple, Protocol
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.manifest import Manifest
+from fastdeploy_rl.plan.byte_range import ByteRange as ByteRange  # plans speak of ranges too; here is where to get it
 from fastdeploy_rl.version import WeightVersion
-
-
-class ByteRange(NamedTuple):
-    """`rows` rows of `row_bytes`, `stride` apart from `offset` on in a segment; they land packed, one behind the other,
-    from `target_offset` on. All but `segment` and `rows` in bytes."""
-
-    segment: int
-    offset: int
-    stride: int
-    rows: int
-    row_bytes: int
-    target_offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows * self.row_bytes
 
 
 class Offer(NamedTuple):

@@ -1,0 +1,82 @@
+"""Which version an engine wants that was given none: what FastDeploy's trainers write beside the model.
+
+Owns the two files, `version.yaml` (`step`, else `version`; https://github.com/PaddlePaddle/FastDeploy writes both) and
+the older `version.txt`, and their bounds. Refuses to know where weights come from and which versions there are. They
+are read as plain `key: value` lines: a number needs no YAML.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from fastdeploy_rl.errors import VersionFormatError
+from fastdeploy_rl.version import WeightVersion
+
+_MAX_BYTES = 64 << 10
+_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
+_VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)
+_BARE = re.compile(r"[0-9]+", re.ASCII)
+
+
+class WantedVersion(NamedTuple):
+    """`text`: "3.1200", or FastDeploy's plain "1200"; `path`: who says so."""
+
+    text: str
+    path: Path
+
+    @property
+    def needs_epoch(self) -> bool:
+        """A plain step, of whichever epoch is the current one."""
+        return _BARE.fullmatch(self.text) is not None
+
+    def in_epoch(self, current_epoch: int) -> WeightVersion:
+        """The version that is meant. VersionFormatError, naming the file, where it is none."""
+        try:
+            return WeightVersion.parse(self.text, current_epoch=current_epoch)
+        except VersionFormatError as error:
+            raise VersionFormatError(f"{self.path}: {error}") from error
+
+
+def wanted_version(model_dir: Path | None) -> WantedVersion | None:
+    """What `version.yaml`, or where there is none `version.txt`, of the directory says; None where neither is there, so
+    that the newest is meant. VersionFormatError for a file that names no version, is too large or is no file."""
+    if model_dir is None:
+        return None
+    for name, find in (("version.yaml", _in_yaml), ("version.txt", str.strip)):
+        path = model_dir / name
+        text = _read(path)
+        if text is not None:
+            wanted = WantedVersion(find(text), path)
+            wanted.in_epoch(0)
+            return wanted
+    return None
+
+
+def _in_yaml(text: str) -> str:
+    """The value of `step`, else that of `version`, at the outermost level; "" where there is neither."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        value = match and _VALUE.fullmatch(match[2] or "")
+        if match and value:
+            found.setdefault(match[1], next((group for group in value.groups() if group is not None), ""))
+    return found.get("step") or found.get("version") or ""
+
+
+def _read(path: Path) -> str | None:
+    try:
+        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise VersionFormatError(f"{path} cannot be read: {error.strerror}") from error
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise VersionFormatError(f"{path} is no regular file")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise VersionFormatError(f"{path} has more than {_MAX_BYTES} bytes")
+    return data.decode("utf-8", "replace")

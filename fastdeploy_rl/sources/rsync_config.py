@@ -1,0 +1,200 @@
+"""What `--rsync-config` may say: a JSON object that chooses how bytes travel, strict and bounded.
+
+Owns the schema, its defaults, and what is refused. Refuses to know sockets: no name is looked up and no file opened.
+Invariant: the addresses of a config that came out of `parse_rsync_config` name a host and a port.
+"""
+
+import re
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from fastdeploy_rl.errors import ConfigurationError
+
+MAX_BYTES = 64 << 10
+"""Of the JSON text."""
+_MAX_PEERS = 256
+_MAX_TEXT = 4096
+_MAX_PORT = 65535
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253})):([0-9]{1,5})", re.ASCII)
+# What would make one line of a message or a log two.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+_Address = Annotated[
+    _Text,
+    Meta(
+        description="`host:port` (`[::1]:port`) of the server that the trainer runs. Empty: the one that the "
+        "channel on this machine names."
+    ),
+]
+_Peers = Annotated[
+    tuple[_Text, ...],
+    Meta(
+        max_length=_MAX_PEERS,
+        description="`serve` addresses of other engines, which are asked for bytes before the trainer's server is.",
+    ),
+]
+_Serve = Annotated[
+    _Text,
+    Meta(
+        description="`host:port` where this engine serves its version to others; rank r listens on port + r. Empty: it "
+        "serves nobody."
+    ),
+]
+_BucketBytes = Annotated[
+    int, Meta(ge=1, le=1 << 30, description="How many bytes are asked for at once. No result depends on it.")
+]
+_SecretFile = Annotated[
+    _Text,
+    Meta(description="File with the secret that servers and clients share. Empty: whoever connects is served."),
+]
+
+
+class TcpConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="transport", tag="tcp"
+):
+    """A binary protocol over TCP that needs nothing installed; the default."""
+
+    address: _Address = ""
+    peers: _Peers = ()
+    serve: _Serve = ""
+    num_streams: Annotated[int, Meta(ge=1, le=64, description="Connections that a rank fetches over at a time.")] = 2
+    bucket_bytes: _BucketBytes = 8 << 20
+    secret_file: _SecretFile = ""
+
+
+class MooncakeConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="transport", tag="mooncake"
+):
+    """Mooncake's TransferEngine moves the bytes; versions are agreed on over the `tcp` protocol."""
+
+    address: _Address = ""
+    peers: _Peers = ()
+    serve: _Serve = ""
+    protocol: Annotated[
+        Literal["tcp", "rdma"],
+        Meta(description="`rdma` needs an HCA, and is refused without one: Mooncake would fall back to TCP silently."),
+    ] = "tcp"
+    device_name: Annotated[
+        _Text, Meta(description="HCAs for `rdma`, separated by commas. Empty: Mooncake chooses.")
+    ] = ""
+    local_hostname: Annotated[_Text, Meta(description="This machine's address, as the servers reach it.")] = "127.0.0.1"
+    bucket_bytes: _BucketBytes = 8 << 20
+    secret_file: _SecretFile = ""
+
+
+class CheckpointTransferConfig(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="transport",
+    tag="checkpoint_transfer",
+):
+    """FastDeploy's closed package of that name, where it is installed."""
+
+    api: Annotated[
+        Literal["auto", "downloader", "stream"],
+        Meta(
+            description="`downloader`: `core.RDMAWeightsDownloader`; `stream`: `CheckpointTransfer.receive_stream`; "
+            "`auto`: whichever the package has."
+        ),
+    ] = "auto"
+    config: Annotated[dict[str, Any], Meta(description="What the package is given, as it is.")] = {}
+
+
+RsyncConfig: TypeAlias = TcpConfig | MooncakeConfig | CheckpointTransferConfig
+
+
+class Address(NamedTuple):
+    """`host` is a name or an IP address, IPv6 without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_rsync_config(text: str) -> RsyncConfig:
+    """Empty text is an empty object: `tcp` with its defaults. ConfigurationError, naming the key, for what the schema
+    does not allow."""
+    if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
+        raise ConfigurationError(f"--rsync-config has more than {MAX_BYTES} bytes")
+    try:
+        given = msgspec.json.decode(text or "{}", type=dict[str, Any])
+        config: RsyncConfig = msgspec.convert({"transport": "tcp"} | given, RsyncConfig)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigurationError(f"--rsync-config: {error!s:.500}{_known_transports(error)}") from error
+    if not isinstance(config, CheckpointTransferConfig):
+        _check_addresses(config)
+    return config
+
+
+def parse_address(text: str, *, what: str = "address") -> Address:
+    """`host:port`, `1.2.3.4:port` or `[::1]:port`. ConfigurationError, with `what` it is, for other text."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(f"{what}: {text!r:.120} is no address; write host:port, or [::1]:port for IPv6")
+    if int(match[3]) > _MAX_PORT:
+        raise ConfigurationError(f"{what}: {match[3]} is no port; the largest is {_MAX_PORT}")
+    return Address(match[1] or match[2], int(match[3]))
+
+
+def _check_addresses(config: TcpConfig | MooncakeConfig) -> None:
+    named = [("address", config.address), ("serve", config.serve)]
+    named += [(f"peers[{number}]", peer) for number, peer in enumerate(config.peers)]
+    for key, text in named:
+        if (text or key.startswith("peers")) and not parse_address(text, what=f"--rsync-config: {key}").port:
+            raise ConfigurationError(f"--rsync-config: {key}: port 0 leads nowhere; name the port")
+    for key, text in (("secret_file", config.secret_file), *_texts(config)):
+        if _CONTROL.search(text):
+            raise ConfigurationError(f"--rsync-config: {key}: control characters are not allowed")
+
+
+def _texts(config: TcpConfig | MooncakeConfig) -> list[tuple[str, str]]:
+    if isinstance(config, TcpConfig):
+        return []
+    return [("device_name", config.device_name), ("local_hostname", config.local_hostname)]
+
+
+def _known_transports(error: Exception) -> str:
+    known = ", ".join(str(config.__struct_config__.tag) for config in _KINDS)
+    return f"; transports are {known}" if "$.transport" in str(error) else ""
+
+
+_KINDS = (TcpConfig, MooncakeConfig, CheckpointTransferConfig)
+
+
+class Option(NamedTuple):
+    """A key of the config, as the documentation lists it. `default` is JSON; `bounds` "" where there are none."""
+
+    transport: str
+    key: str
+    default: str
+    bounds: str
+    description: str
+
+
+def options() -> tuple[Option, ...]:
+    """Every key of every transport, in the order of the schema."""
+    return tuple(option for kind in _KINDS for option in _options_of(kind))
+
+
+def _options_of(kind: type[msgspec.Struct]) -> list[Option]:
+    schema = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    tag = schema.pop("transport")["enum"][0]
+    return [
+        Option(tag, key, msgspec.json.encode(field["default"]).decode(), _bounds(field), field["description"])
+        for key, field in schema.items()
+    ]
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    if "enum" in field:
+        return ", ".join(field["enum"])
+    if "minimum" in field:
+        return f"{field['minimum']} .. {field['maximum']}"
+    return f"at most {field['maxItems']}" if "maxItems" in field else ""

@@ -28,7 +28,7 @@ from fastdeploy_rl.board.board import Board, rank_lock_path
 from fastdeploy_rl.board.layout import Ballot, CommandRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.collectives.base import Collectives
-from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines
+from fastdeploy_rl.config import APPLY_MODES, AUTO, COPY, KEEP, ROLLBACKS, Deadlines
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -66,7 +66,8 @@ _HEARTBEAT_NS = 1_000_000_000
 class ManagerConfig:
     """`apply_mode`, `rollback`: one each of config.APPLY_MODES and ROLLBACKS, which say what they mean.
     `num_copy_threads`: threads of one rank's copies and checksums. `is_restarted_on_death`: somebody starts a rank
-    again that died, or that is condemned on the board."""
+    again that died, or that is condemned on the board. `has_checksums` False: an update reads nothing that it need not
+    copy, so nothing is proved and there is no receipt."""
 
     load_strategy: str
     apply_mode: str = AUTO
@@ -74,12 +75,17 @@ class ManagerConfig:
     num_copy_threads: int = 1
     rollback: str = KEEP
     is_restarted_on_death: bool = False
+    has_checksums: bool = True
 
     def __post_init__(self) -> None:
         if self.apply_mode not in APPLY_MODES:
             raise ConfigurationError(f"apply mode must be one of {', '.join(APPLY_MODES)}, got {self.apply_mode!r}")
         if self.rollback not in ROLLBACKS:
             raise ConfigurationError(f"rollback must be one of {', '.join(ROLLBACKS)}, got {self.rollback!r}")
+        if not self.has_checksums and self.apply_mode == COPY:
+            raise ConfigurationError(
+                "apply mode copy overwrites live weights, which takes checksums to undo; use auto or alias without them"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class DynamicWeightManager:
             state=self._state,
             apply_mode=config.apply_mode,
             rollback=config.rollback,
+            has_checksums=config.has_checksums,
             observer=self,
             wake=self._wake,
         )
@@ -208,6 +215,7 @@ class DynamicWeightManager:
             load_strategy=self._config.load_strategy,
             deadlines=self._config.deadlines,
             is_restarted_on_death=self._config.is_restarted_on_death,
+            has_checksums=self._config.has_checksums,
             on_fault=self._note_fault,
         )
 

@@ -24,7 +24,8 @@ _REQUESTS, _RECOVERY, _STEPS = (f"{_P}update/{name}.py" for name in ("requests",
 _TRANSACTION, _WAY_BACK = (f"{_P}update/{name}.py" for name in ("transaction", "way_back"))
 _LEASES, _SHELF, _CHANNEL = (f"{_P}publish/{name}.py" for name in ("leases", "arena_shelf", "channel"))
 _PARTICIPANT = f"{_P}update/participant.py"
-_MANAGER, _IPC, _RECEIPT = f"{_P}manager.py", f"{_P}sources/ipc.py", f"{_P}receipt.py"
+_IPC = f"{_P}sources/ipc.py"
+_MANAGER, _READER, _RECEIPT = f"{_P}manager.py", f"{_P}publish/channel_reader.py", f"{_P}receipt.py"
 
 _BORROWED = "tests/process/test_publish_borrowed.py"
 _UNDO = "tests/unit/test_undo.py"
@@ -449,7 +450,7 @@ MUTANTS = (
     _mutant(
         "no_lease_taken",
         "an engine holds a lease while it reads",
-        _IPC,
+        _READER,
         "undo.callback(lease.release)",
         "lease.release()",
         f"{_OF_IPC}::test_a_lease_keeps_the_publisher_out_until_it_is_released",
@@ -457,7 +458,7 @@ MUTANTS = (
     _mutant(
         "half_stage_leaks",
         "a version that could be staged by half leaves no lease",
-        _IPC,
+        _READER,
         "undo.callback(lease.release)",
         "pass",
         f"{_OF_IPC}::test_a_manifest_that_points_at_another_segment_is_refused_and_leaves_no_lease",
@@ -466,7 +467,7 @@ MUTANTS = (
     _mutant(
         "arena_mapped_writable",
         "engines map published arenas read-only",
-        _IPC,
+        _READER,
         "mapped or SharedSegment.attach(segment.locator)",
         "mapped or SharedSegment.attach(segment.locator, writable=True)",
         f"{_OF_IPC}::TestIpcSource::test_staged_memory_cannot_be_written",
@@ -474,7 +475,7 @@ MUTANTS = (
     _mutant(
         "always_vouched",
         "borrowed memory whose trainer is gone is vouched for by nobody",
-        _IPC,
+        _READER,
         "return self.is_released or all(lender.is_there for lender in self._lenders)",
         "return True",
         f"{_OF_IPC}::test_borrowed_memory_is_not_vouched_for_when_its_trainer_is_gone_and_another_in_its_place",

@@ -351,6 +351,8 @@ def _why_not_alias(feeds: Sequence[LogicalTensor], spec: ParameterSpec, regions:
         return f"gathered from {len(regions)} published regions"
     if regions and regions[0].rows > 1 and regions[0].source_stride != regions[0].row_bytes:
         return "slice of columns is not contiguous"
+    if regions and regions[0].source_offset % itemsize(spec.dtype):
+        return f"begins at byte {regions[0].source_offset}, which no element of {spec.dtype} can"
     return ""
 
 

@@ -149,6 +149,8 @@ class ChannelReader:
         return tuple(Lender.at(self._channel.lock_of(publisher)) for publisher in publishers)
 
     def _lease(self, segment: Segment, undo: ExitStack) -> Lease:
+        if segment.kind != "shm":
+            raise ManifestError(f"segment {segment.locator!r} is a {segment.kind}, and no memory of this channel")
         if segment.arena >= NUM_ARENAS:
             raise ManifestError(
                 f"segment {segment.locator!r} claims row {segment.arena} of a lease table of {NUM_ARENAS}"

@@ -26,7 +26,7 @@ from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 
-CheckStaged = Callable[[list[RankPart]], Receipt]
+CheckStaged = Callable[[list[RankPart]], Receipt | None]
 """Makes a receipt of what the ranks staged, before anything is touched; or raises."""
 
 

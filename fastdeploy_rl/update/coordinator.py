@@ -18,6 +18,7 @@ from fastdeploy_rl.board.layout import StatusRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
+    ChecksumMismatchError,
     DeadlineExceededError,
     FastDeployRLError,
     FencedError,
@@ -73,21 +74,29 @@ class Coordinator:
         load_strategy: str,
         deadlines: Deadlines,
         is_restarted_on_death: bool,
+        has_checksums: bool = True,
         on_fault: Callable[[str], None],
     ) -> None:
-        """`is_restarted_on_death`: somebody starts a rank again that died, or that is condemned."""
+        """`is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
+        ranks bring no sums, so that there are no receipts."""
         self.state = EngineState(board)
         self._board = board
         self._source = source
         self._load_strategy = load_strategy
         self._deadlines = deadlines
+        self._has_checksums = has_checksums
         self._on_fault = on_fault
         files = RankFiles(board.run_dir)
         self._chronicle = Chronicle(board, files, self.state)
         condemn = board.condemn if is_restarted_on_death else None
         self._conductor = Conductor(rendezvous, files, deadlines.finish_s, condemn)
         self._recovery = Recovery(
-            rendezvous, self._conductor, source, deadlines, is_restarted_on_death=is_restarted_on_death
+            rendezvous,
+            self._conductor,
+            source,
+            deadlines,
+            is_restarted_on_death=is_restarted_on_death,
+            has_checksums=has_checksums,
         )
         self._rendezvous = rendezvous
         self._is_taking_over = False
@@ -237,27 +246,46 @@ class Coordinator:
     # --- the kinds of command ----------------------------------------------------------------------
 
     def _update(self, request: CommandRequest) -> CommandOutcome:
-        outcome, tried = self._try_update(request)
-        while self._is_overtaken(request, outcome, tried):
-            _log.info("version=%s event=overtaken", tried)
-            outcome, tried = self._try_update(request)
+        resolved = self._resolve(request)
+        outcome = self._try_update(request, resolved)
+        while (other := self._instead_of(resolved, request, outcome)) is not None:
+            reason = str(outcome.error)
+            _log.warning("version=%s event=passed_over instead=%s reason=%r", resolved.version, other.version, reason)
+            resolved = other
+            outcome = self._try_update(request, resolved)
         return outcome
 
-    def _is_overtaken(self, request: CommandRequest, outcome: CommandOutcome, tried: WeightVersion) -> bool:
-        """Whoever asked for the newest version means the one that replaced it while ranks were about to take it."""
-        return (
-            not request.version
-            and outcome.outcome is Outcome.REJECTED
-            and isinstance(outcome.error, NoPublicationError)
-            and time.monotonic_ns() < request.deadline_ns
-            and self._resolve(request).version > tried
-        )
+    def _instead_of(
+        self, tried: ResolvedPublication, request: CommandRequest, outcome: CommandOutcome
+    ) -> ResolvedPublication | None:
+        """Whoever asked for the newest version means the one that replaced it while ranks were about to take it; and
+        where its bytes are damaged, the newest that is whole, if that is newer than what is live."""
+        is_over = outcome.outcome is not Outcome.REJECTED or time.monotonic_ns() >= request.deadline_ns
+        if request.version or is_over:
+            return None
+        if isinstance(outcome.error, NoPublicationError):
+            found = self._resolve(request)
+            return found if found.version > tried.version else None
+        if isinstance(outcome.error, ChecksumMismatchError):
+            return self._undamaged(tried, request)
+        return None
 
-    def _try_update(self, request: CommandRequest) -> tuple[CommandOutcome, WeightVersion]:
-        resolved = self._resolve(request)
+    def _undamaged(self, tried: ResolvedPublication, request: CommandRequest) -> ResolvedPublication | None:
+        self._source.discredit(tried)
+        try:
+            found = self._resolve(request)
+        except FastDeployRLError as none:
+            _log.warning("version=%s event=damaged instead=none reason=%r", tried.version, str(none))
+            return None
+        last = self.state.last_version
+        is_new = not last or found.version > WeightVersion.parse(last)
+        is_other = found != tried and found.manifest.content_digest != tried.manifest.content_digest
+        return found if is_new and is_other else None
+
+    def _try_update(self, request: CommandRequest, resolved: ResolvedPublication) -> CommandOutcome:
         version, manifest = resolved.version, resolved.manifest
         if self._is_live_already(resolved) and not request.is_forced:
-            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt), version
+            return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt)
         self._check_direction(version, request)
         before = self.state.lifecycle
         request.begin(self._conductor.number + 1)
@@ -276,13 +304,17 @@ class Coordinator:
             if outcome.lost and self.state.committed is not None:
                 self._fence_without(outcome.lost)
             self.state.undo_update(before)
-        return outcome, version
+        return outcome
 
-    def _check_staged(self, request: CommandRequest, resolved: ResolvedPublication, parts: list[RankPart]) -> Receipt:
+    def _check_staged(
+        self, request: CommandRequest, resolved: ResolvedPublication, parts: list[RankPart]
+    ) -> Receipt | None:
         """Before anything is touched: what all ranks read together is what was published; and it is told what a way
         back would cost."""
         manifest = resolved.manifest
         self._chronicle.tell_staged(request, str(resolved.version), parts)
+        if not self._has_checksums:
+            return None
         merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
         check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
         return merged
@@ -314,6 +346,10 @@ class Coordinator:
             restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
             outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt
             outcome.lost = restored.lost
+            return
+        if not self._has_checksums:
+            self._chronicle.forget_receipt()
+            self.state.finish_update(live, self._conductor.number)
             return
         try:
             if outcome.checked is None:
@@ -361,7 +397,8 @@ class Coordinator:
     def _recompute(self, request: CommandRequest) -> CommandOutcome:
         receipt = self._chronicle.receipt
         if receipt is None:
-            raise NotServingError("there is no receipt to check: no version is live; update the engine")
+            why = "no version is live; update the engine" if self._has_checksums else "checksums are off"
+            raise NotServingError(f"there is no receipt to check: {why}")
         outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
         outcome.version = receipt.version
         if outcome.outcome is Outcome.DONE:

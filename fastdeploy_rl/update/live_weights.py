@@ -17,7 +17,7 @@ from fastdeploy_rl.version import WeightVersion
 @dataclass
 class LiveWeights:
     """`views` are this rank's parameters; `read` and `live` the two halves of its receipt, `read` by manifest tensor,
-    `live` by parameter."""
+    `live` by parameter; both are empty where checksums are off."""
 
     version: WeightVersion
     content_digest: str
@@ -29,7 +29,7 @@ class LiveWeights:
     arena: Mapping | None = None
     """The engine's own memory that the other views point into."""
     is_read_back: bool = False
-    """All of it was read where it is bound now; else `audit` is still to be called."""
+    """All of it was read where it is bound now, or is not to be; else `audit` is still to be called."""
 
     def lies_in(self, staged: StagedSource) -> bool:
         """A parameter points into that published memory. One without bytes does not: it needs none."""

@@ -55,6 +55,7 @@ class Participant:
         state: RankState,
         apply_mode: str,
         rollback: str,
+        has_checksums: bool = True,
         observer: StepObserver,
         wake: Callable[[], None],
     ) -> None:
@@ -65,6 +66,7 @@ class Participant:
         self._state = state
         self._apply_mode = apply_mode
         self._rollback = rollback
+        self._has_checksums = has_checksums
         self._observer = observer
         self._wake = wake
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
@@ -172,6 +174,7 @@ class Participant:
             arenas=self._state.arenas,
             apply_mode=self._apply_mode,
             rollback=self._rollback,
+            has_checksums=self._has_checksums,
             num_threads=self._state.num_threads,
             old=live,
         )

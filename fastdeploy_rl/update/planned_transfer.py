@@ -4,7 +4,7 @@ Owns the translation of a `PlannedRegion` into the native core's `Region`, and t
 when it happens and what follows from the sums. Invariant: the sums cover exactly the planned regions, each once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
@@ -19,6 +19,40 @@ class Sums(NamedTuple):
 
     read: dict[str, Fletcher4]
     live: dict[str, Fletcher4]
+
+
+def transfer_arriving(
+    batches: Iterable[Sequence[PlannedParameter]],
+    manifest: Manifest,
+    segments: Sequence[Mapping],
+    homes: dict[str, TensorView],
+    num_threads: int,
+) -> Sums:
+    """`transfer_planned` of each batch as soon as it is there; no parameter may come twice."""
+    sums = Sums({}, {})
+    for planned in batches:
+        found = transfer_planned(planned, manifest, segments, homes, num_threads)
+        sums.live.update(found.live)
+        sums.read.update((name, add(sums.read.get(name, ZERO), read)) for name, read in found.read.items())
+    return sums
+
+
+def copy_arriving(
+    batches: Iterable[Sequence[PlannedParameter]],
+    segments: Sequence[Mapping],
+    homes: dict[str, TensorView],
+    num_threads: int,
+) -> None:
+    """Copies what has a home, and reads nothing else: no sums, so nothing is known of what was copied."""
+    for batch in batches:
+        planned = [parameter for parameter in batch if parameter.name in homes]
+        jobs = [(p, region) for p in planned for region in p.regions if region.kind is RegionKind.COPY]
+        native = [_region(segments, p, region, None, homes[p.name]) for p, region in jobs]
+        native += _zero_fills(planned, homes)
+        try:
+            transfer(native, num_threads)
+        finally:
+            native.clear()
 
 
 def transfer_planned(
@@ -51,12 +85,14 @@ def _region(
     segments: Sequence[Mapping],
     parameter: PlannedParameter,
     planned: PlannedRegion,
-    totals: dict[str, int],
+    totals: dict[str, int] | None,
     home: TensorView | None,
 ) -> Region:
-    """The job of one planned region: a copy into `home`, or a mere read where there is none or nothing to write."""
+    """The job of one planned region: a copy into `home`, or a mere read where there is none or nothing to write.
+    `totals`: bytes of whole tensors; None sums nothing up."""
     is_read = planned.kind is RegionKind.READ
     target = None if is_read else home
+    has_live = totals is not None and not is_read
     return Region(
         source=segments[planned.segment],
         source_offset=planned.source_offset,
@@ -68,9 +104,9 @@ def _region(
         target_stride=0 if target is None else planned.target_stride,
         cast=planned.cast,
         read_place=Place(planned.read_offset, planned.read_stride, totals[planned.tensor])
-        if planned.owns_read
+        if totals is not None and planned.owns_read
         else None,
-        live_place=None if is_read else Place(planned.target_offset, planned.target_stride, parameter.num_bytes),
+        live_place=Place(planned.target_offset, planned.target_stride, parameter.num_bytes) if has_live else None,
         transpose_item=planned.transpose_item,
     )
 

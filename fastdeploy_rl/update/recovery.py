@@ -35,7 +35,9 @@ class Recovery:
         deadlines: Deadlines,
         *,
         is_restarted_on_death: bool,
+        has_checksums: bool = True,
     ) -> None:
+        self._has_checksums = has_checksums
         self._rendezvous = rendezvous
         self._conductor = conductor
         self._source = source
@@ -136,7 +138,7 @@ class Recovery:
             deadline_ns=deadline_ns,
             version=version,
             content_digest=committed.content_digest,
-            check_staged=check_staged,
+            check_staged=check_staged if self._has_checksums else None,
         )
         outcome.version = committed.version
         if outcome.outcome is Outcome.DONE and not outcome.lost and outcome.checked is not None:

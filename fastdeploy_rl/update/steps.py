@@ -6,13 +6,13 @@ own to do here. A step returns the bytes it moved or read. Each undo restores, b
 may find the step half done or not begun, and may be called again. Knows one rank; refuses to know the others."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import ZERO
-from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, COPY, KEEP, OFF, REFETCH
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, AUTO, COPY, KEEP, OFF, REFETCH
 from fastdeploy_rl.errors import (
     ConfigurationError,
     NoPublicationError,
@@ -27,10 +27,10 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
-from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.sources.base import NOT_ASKED, NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import packed, packed_bytes
-from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
+from fastdeploy_rl.update.planned_transfer import Sums, copy_arriving, transfer_arriving, transfer_planned
 from fastdeploy_rl.update.way_back import FormerVersion, KeptBytes, NoWayBack, WayBack, restore
 from fastdeploy_rl.version import WeightVersion
 
@@ -52,8 +52,11 @@ class RankUpdate:
     num_threads: int
     old: LiveWeights | None
     rollback: str = KEEP
+    has_checksums: bool = True
+    """False: nothing is read that need not be copied, and nothing is proved."""
     resolved: ResolvedPublication | None = None
     plan: Plan | None = None
+    """From `stage` on with the places where the source has the bytes."""
     staged: StagedSource | None = None
     arena: Mapping | None = None
     """alias: engine memory for what cannot be aliased. copy onto nothing: the new home. Else None."""
@@ -106,10 +109,10 @@ def forget(update: RankUpdate) -> None:
 
 
 def stage(update: RankUpdate) -> int:
-    resolved, plan = _known(update.resolved), _known(update.plan)
+    update.staged = update.source.stage(_known(update.resolved), _known(update.plan), deadline_ns=update.deadline_ns)
+    update.plan = plan = update.staged.plan
     if update.apply_mode == ALIAS_STRICT:
         _refuse_copies(plan, update.version)
-    update.staged = update.source.stage(resolved, plan, deadline_ns=update.deadline_ns)
     if update.apply_mode in (ALIAS, ALIAS_STRICT) and not update.staged.is_immutable:
         raise ConfigurationError(
             f"apply mode {update.apply_mode} needs a source whose memory stays as it is; use --apply-mode copy"
@@ -204,15 +207,14 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     views = _known(update.old).views if update.copies_in_place else _places(update, plan)
     homes = {} if update.copies_in_place else {n: view for n, view in views.items() if view.mapping is update.arena}
-    sums = _transfer(update, [*plan.parameters, *plan.readings], homes)
-    new = LiveWeights(
-        version=update.version,
-        content_digest=manifest.content_digest,
-        views=dict(views),
-        read=dict.fromkeys(tensors, ZERO) | sums.read,
-        live={parameter.name: sums.live[parameter.name] for parameter in plan.parameters},
-    )
-    _check_copied(update, new)
+    new = LiveWeights(update.version, manifest.content_digest, dict(views), read={}, live={})
+    if update.has_checksums:
+        sums = _receive(update, homes)
+        new.read = dict.fromkeys(tensors, ZERO) | sums.read
+        new.live = {parameter.name: sums.live[parameter.name] for parameter in plan.parameters}
+    else:
+        _receive_unchecked(update, homes)
+        new.is_read_back = True  # there is nothing to compare it with
     return new
 
 
@@ -221,7 +223,8 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
     staged = _known(update.staged)
     copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
     if update.apply_mode != COPY:
-        update.not_aliased = {name: p.why_not_alias or NOT_IMMUTABLE for name, p in copied.items()}
+        why_not = NOT_ASKED if _known(update.staged).is_immutable else NOT_IMMUTABLE
+        update.not_aliased = {name: p.why_not_alias or why_not for name, p in copied.items()}
     if not any(p.num_bytes for p in plan.parameters if p.name not in copied):
         # Published memory of which no byte is needed is let go: parameters without bytes must not lie there either.
         copied = {p.name: p for p in plan.parameters}
@@ -237,21 +240,21 @@ def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
 
 
 def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
-    return update.apply_mode != COPY and parameter.alias is not None and _known(update.staged).is_immutable
+    staged = _known(update.staged)
+    if parameter.alias is None or not staged.is_immutable or update.apply_mode == COPY:
+        return False
+    return update.apply_mode != AUTO or not staged.is_copied_unless_asked
 
 
-def _transfer(update: RankUpdate, planned: Sequence[PlannedParameter], homes: dict[str, TensorView]) -> Sums:
-    manifest = _known(update.resolved).manifest
-    return transfer_planned(planned, manifest, _known(update.staged).segments, homes, update.num_threads)
+def _receive(update: RankUpdate, homes: dict[str, TensorView]) -> Sums:
+    staged, manifest = _known(update.staged), _known(update.resolved).manifest
+    arrivals = staged.arrivals(deadline_ns=update.deadline_ns)
+    return transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_threads)
 
 
-def _check_copied(update: RankUpdate, new: LiveWeights) -> None:
-    """Reads back what was copied into engine memory: nobody else can write there, so this need not wait for
-    `verify`."""
-    if update.arena is None:
-        return
-    copied = {name: view for name, view in new.views.items() if view.mapping is update.arena}
-    check_sums(live_checksums(copied, update.num_threads), new, update.runner.rank)
+def _receive_unchecked(update: RankUpdate, homes: dict[str, TensorView]) -> None:
+    staged = _known(update.staged)
+    copy_arriving(staged.arrivals(deadline_ns=update.deadline_ns), staged.segments, homes, update.num_threads)
 
 
 # --- vote: taken by the transaction together with the other ranks ----------------------------------
@@ -282,7 +285,9 @@ def install(update: RankUpdate) -> int:
     if not update.copies_in_place:
         update.runner.bind(new.views)
         return 0
-    check_sums(_transfer(update, plan.parameters, new.views).live, new, update.runner.rank)
+    staged, manifest = _known(update.staged), _known(update.resolved).manifest
+    sums = transfer_planned(plan.parameters, manifest, staged.segments, new.views, update.num_threads)
+    check_sums(sums.live, new, update.runner.rank)
     return plan.copied_bytes + plan.aliased_bytes
 
 
@@ -308,7 +313,7 @@ def uninstall(update: RankUpdate) -> None:
 
 def verify(update: RankUpdate) -> int:
     """By reading back what apply mode copy copied. Else by place: to nobody's knowledge is that memory written since
-    `stage` summed it up; `live_weights.audit` reads it when the engine serves again."""
+    `stage` filled it, or summed it up; `live_weights.audit` reads it when the engine serves again."""
     new = _known(update.new)
     _check_bound(update.runner, new)
     if update.apply_mode != COPY:

@@ -13,12 +13,11 @@ from fastdeploy_rl.config import KEEP, OFF, REFETCH
 from fastdeploy_rl.errors import ChecksumMismatchError, NoPublicationError, StepFailedError
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import copies, packed_bytes, packed_views
-from fastdeploy_rl.update.planned_transfer import Sums, transfer_planned
+from fastdeploy_rl.update.planned_transfer import Sums, transfer_arriving, transfer_planned
 
 
 class WayBack(Protocol):
@@ -81,8 +80,8 @@ class FormerVersion:
     """`refetch`: the old version, leased in the channel until the update has ended."""
 
     resolved: ResolvedPublication
-    plan: Plan
     staged: StagedSource | None
+    deadline_ns: int
     reason: str = ""
     policy: ClassVar[str] = REFETCH
 
@@ -93,14 +92,15 @@ class FormerVersion:
         if resolved.manifest.content_digest != old.content_digest:
             raise NoPublicationError(f"another publication has taken the place of version {old.version}")
         plan = plans.make(resolved.manifest)
-        return cls(resolved, plan, source.stage(resolved, plan, deadline_ns=deadline_ns))
+        return cls(resolved, source.stage(resolved, plan, deadline_ns=deadline_ns), deadline_ns)
 
     def check(self, old: LiveWeights, num_threads: int) -> None:
         """Reads it once, so that it is known before anything is overwritten: NoPublicationError unless what would be
         written back is what is live."""
         if self.staged is None or not self.staged.is_immutable:
             raise NoPublicationError(NOT_IMMUTABLE)
-        if self._transfer({}, num_threads).live != old.live:
+        arrived = self._arrived(num_threads).live
+        if any(arrived.get(name) != live for name, live in old.live.items()):
             raise NoPublicationError(f"the channel does not hold the bytes of version {old.version} any more")
 
     @property
@@ -108,12 +108,18 @@ class FormerVersion:
         return 0
 
     def write(self, old: LiveWeights, num_threads: int) -> None:
-        self._transfer(old.views, num_threads)
+        staged = self._held()
+        transfer_planned(staged.plan.parameters, self.resolved.manifest, staged.segments, old.views, num_threads)
 
-    def _transfer(self, homes: dict[str, TensorView], num_threads: int) -> Sums:
+    def _arrived(self, num_threads: int) -> Sums:
+        staged = self._held()
+        arrivals = staged.arrivals(deadline_ns=self.deadline_ns)
+        return transfer_arriving(arrivals, self.resolved.manifest, staged.segments, {}, num_threads)
+
+    def _held(self) -> StagedSource:
         if self.staged is None:
             raise StepFailedError("the former version was let go already")
-        return transfer_planned(self.plan.parameters, self.resolved.manifest, self.staged.segments, homes, num_threads)
+        return self.staged
 
     def release(self) -> None:
         if self.staged is not None:

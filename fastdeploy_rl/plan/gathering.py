@@ -40,28 +40,31 @@ def gather(plan: Plan) -> Gathering:
     needs: list[range] = []
     moved: list[PlannedParameter] = []
     end = 0
-    for parameter in plan.everything:
-        first = len(ranges)
-        start = aligned(end)
-        parameter, needed, end = _gathered(parameter, start)
-        moved.append(parameter)
+    for number, parameter in enumerate(plan.everything):
+        lands_whole = number < len(plan.parameters) and _lands_whole(parameter)
+        compact, needed, end = _gathered(parameter, aligned(end), lands_whole)
+        moved.append(compact)
+        needs.append(range(len(ranges), len(ranges) + len(needed)))
         ranges += needed
-        needs.append(range(first, len(ranges)))
+    return Gathering(_with(plan, moved), tuple(ranges), tuple(needs), end)
+
+
+def _with(plan: Plan, moved: list[PlannedParameter]) -> Plan:
     parameters = tuple(moved[: len(plan.parameters)])
     aliased = sum(parameter.num_bytes for parameter in parameters if parameter.alias)
-    compact = replace(
+    return replace(
         plan,
         parameters=parameters,
         readings=tuple(moved[len(plan.parameters) :]),
         aliased_bytes=aliased,
         copied_bytes=sum(parameter.num_bytes for parameter in parameters) - aliased,
     )
-    return Gathering(compact, tuple(ranges), tuple(needs), end)
 
 
-def _gathered(parameter: PlannedParameter, start: int) -> tuple[PlannedParameter, list[ByteRange], int]:
+def _gathered(
+    parameter: PlannedParameter, start: int, lands_whole: bool
+) -> tuple[PlannedParameter, list[ByteRange], int]:
     """The parameter with its bytes from `start` on, the ranges that bring them there, and where they end."""
-    lands_whole = _lands_whole(parameter)
     ranges: list[ByteRange] = []
     regions: list[PlannedRegion] = []
     end = start

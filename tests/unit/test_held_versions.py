@@ -13,8 +13,9 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import of_bytes
 from fastdeploy_rl.errors import NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor
-from fastdeploy_rl.sources.held_versions import HeldBytes, HeldVersions
+from fastdeploy_rl.sources.held_versions import HeldVersions
 from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece
 from fastdeploy_rl.version import WeightVersion
 
 SIZES = (4096, 1000, 0, 64)
@@ -98,6 +99,39 @@ def test_whatever_is_asked_for_comes_byte_by_byte_or_not_at_all(
     else:
         with pytest.raises(NoPublicationError, match="not all held here"):
             index.places(wanted)
+
+
+def landings(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, int]]:
+    """By range and place where a byte lands: segment and offset of the byte. A byte that lands twice is an error."""
+    lands: dict[tuple[int, int], tuple[int, int]] = {}
+    for index, each in pieces:
+        for row in range(each.rows):
+            for i in range(each.row_bytes):
+                place = index, each.target_offset + row * each.row_bytes + i
+                assert place not in lands
+                lands[place] = each.segment, each.offset + row * each.stride + i
+    return lands
+
+
+@given(st.lists(byte_ranges(), max_size=8), st.lists(byte_ranges(), max_size=4), st.integers(0, 3))
+def test_what_is_cut_is_held_or_missing_and_lands_where_it_would_have(
+    held: list[ByteRange], wanted: list[ByteRange], gap: int
+) -> None:
+    """Each byte once, and none that was not asked for."""
+    index = HeldBytes(packed(held, 5), SEGMENTS)
+    wanted = packed(wanted, gap)
+    cut = index.cut(wanted)
+    assert set(landings(cut.held).values()) <= addresses(held)
+    assert set(landings(cut.missing).values()).isdisjoint(addresses(held))
+    assert landings([*cut.held, *cut.missing]) == landings([Piece(*each) for each in enumerate(wanted)])
+
+
+def test_a_range_that_is_held_or_missing_whole_stays_as_it_is() -> None:
+    columns = ByteRange(0, 16, 64, 60, 32, 512)
+    other = ByteRange(0, 48, 64, 60, 16, 4096)
+    cut = HeldBytes([columns._replace(target_offset=0)], SEGMENTS).cut([columns, other])
+    assert cut.held == [Piece(0, columns)]
+    assert cut.missing == [Piece(1, other)]
 
 
 def test_what_was_fetched_as_rows_comes_in_one_piece_where_it_can() -> None:

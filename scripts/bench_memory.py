@@ -82,7 +82,7 @@ def _measure(channel: Path, apply_mode: str, tensors: dict[str, np.ndarray]) -> 
     ):
         pid = client.status().ranks[0].pid
         base = Resident.of(pid)
-        with _peak_of(pid) as peak:
+        with peak_of(pid) as peak:
             for step in range(STEPS):
                 publisher.publish(tensors, step=step)
                 client.update(deadline_s=60)
@@ -95,7 +95,7 @@ def _over(found: Resident, base: Resident) -> Resident:
 
 
 @contextmanager
-def _peak_of(pid: int) -> Iterator[list[Resident]]:
+def peak_of(pid: int) -> Iterator[list[Resident]]:
     """One entry: the highest of both counts while the block runs, sampled every 2 ms."""
     peak = [Resident.of(pid)]
     is_over = threading.Event()

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """`ratio` = value / limit_value; `target` says in words what it must keep, `is_met` whether it does."""
+    """`ratio` = value / limit_value, 0 where no limit was measured; `target` says in words what it must keep, `is_met`
+    whether it does."""
 
     name: str
     value: float
@@ -19,7 +20,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        return self.value / self.limit_value if self.limit_value else float("inf")
+        return self.value / self.limit_value if self.limit_value else 0.0
 
     def as_json(self) -> dict[str, object]:
         fields = asdict(self)

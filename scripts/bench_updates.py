@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from bench_row import Row, at_most, seconds_of
+from bench_shapes import shapes
 
 from fastdeploy_rl import config
 from fastdeploy_rl._native import CollectiveGroup, Mapping, Place, Region, transfer
@@ -25,33 +26,13 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import LegacySignal
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.plan.llama import shard_axis
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 
 START_S = 30.0
 WARM_UP = 4
 """Runs that do not count: they make and warm the arenas, which later ones use again."""
-HIDDEN, INTERMEDIATE, KV, LAYERS, VOCAB = 896, 4864, 128, 24, 151936
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Qwen2.5-0.5B: 290 tensors, 0.99 GB in bf16; linear weights [in, out]."""
-    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    layer = {
-        "input_layernorm.weight": (HIDDEN,),
-        "post_attention_layernorm.weight": (HIDDEN,),
-        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-        "self_attn.q_proj.bias": (HIDDEN,),
-        "self_attn.k_proj.weight": (HIDDEN, KV),
-        "self_attn.k_proj.bias": (KV,),
-        "self_attn.v_proj.weight": (HIDDEN, KV),
-        "self_attn.v_proj.bias": (KV,),
-        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        "mlp.gate_proj.weight": (HIDDEN, INTERMEDIATE),
-        "mlp.up_proj.weight": (HIDDEN, INTERMEDIATE),
-        "mlp.down_proj.weight": (INTERMEDIATE, HIDDEN),
-    }
-    return names | {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
 
 
 def random_tensors() -> dict[str, np.ndarray]:
@@ -61,36 +42,50 @@ def random_tensors() -> dict[str, np.ndarray]:
 
 
 @contextmanager
-def numpy_engine(channel: Path, apply_mode: str) -> Iterator[int]:
-    """One rank, without weights at first; gives its port."""
-    port, name = 20000 + secrets.randbelow(40000), f"fastdeploy_rl_bench.{os.getpid()}.{apply_mode}"
-    settings = {
+def numpy_engine(channel: Path, apply_mode: str, num_ranks: int = 1, **settings: object) -> Iterator[int]:
+    """Ranks without weights at first; gives their port. `settings`: more of WorkerConfig's fields."""
+    port, name = 20000 + secrets.randbelow(40000), f"fastdeploy_rl_bench.{os.getpid()}.{secrets.token_hex(4)}"
+    specs = [
+        ParameterSpec(name, "BF16", shape, shard_axis(name) if num_ranks > 1 else None)
+        for name, shape in shapes().items()
+    ]
+    settings |= {
         "port": port,
-        "rank": 0,
-        "num_ranks": 1,
+        "num_ranks": num_ranks,
         "channel": str(channel),
         "collectives": name,
-        "specs": msgspec.to_builtins([ParameterSpec(name, "BF16", shape, None) for name, shape in shapes().items()]),
+        "specs": msgspec.to_builtins(specs),
         "seed": -1,
         "apply_mode": apply_mode,
         "deadlines": {"update_s": 30.0},
         "num_copy_threads": config.num_copy_threads(),
     }
     with ExitStack() as stack:
-        board = Board.create(port, num_ranks=1)
+        board = Board.create(port, num_ranks=num_ranks)
         stack.callback(board.close)
-        group = stack.enter_context(SharedSegment.create(name, CollectiveGroup.required_bytes(1, 1 << 16)))
+        group = stack.enter_context(SharedSegment.create(name, CollectiveGroup.required_bytes(num_ranks, 1 << 16)))
         stack.callback(group.unlink)
-        command = [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"]
-        worker = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        stack.callback(worker.stdin.close)
-        worker.stdin.write(json.dumps(settings).encode() + b"\n")
-        worker.stdin.flush()
-        if not select.select([worker.stdout], [], [], START_S)[0]:
-            worker.kill()
-        if worker.stdout.readline() != b'"ready"\n':
-            raise RuntimeError("the engine did not start")
+        workers = [stack.enter_context(_started(settings | {"rank": rank})) for rank in range(num_ranks)]
+        for worker in workers:
+            stack.callback(worker.stdin.close)  # all of them before one is waited for: they end together
+        for worker in workers:
+            _await_ready(worker)
         yield port
+
+
+def _started(settings: dict[str, object]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "fastdeploy_rl.engines.numpy.worker"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker.stdin.write(json.dumps(settings).encode() + b"\n")
+    worker.stdin.flush()
+    return worker
+
+
+def _await_ready(worker: subprocess.Popen[bytes]) -> None:
+    if not select.select([worker.stdout], [], [], START_S)[0]:
+        worker.kill()
+    if worker.stdout.readline() != b'"ready"\n':
+        raise RuntimeError("the engine did not start")
 
 
 class Limits:

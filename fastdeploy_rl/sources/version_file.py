@@ -73,10 +73,14 @@ def _read(path: Path) -> str | None:
         return None
     except OSError as error:
         raise VersionFormatError(f"{path} cannot be read: {error.strerror}") from error
-    with open(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise VersionFormatError(f"{path} is no regular file")
-        data = file.read(_MAX_BYTES + 1)
+        data = os.read(fd, _MAX_BYTES + 1)
+    except OSError as error:
+        raise VersionFormatError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
     if len(data) > _MAX_BYTES:
         raise VersionFormatError(f"{path} has more than {_MAX_BYTES} bytes")
     return data.decode("utf-8", "replace")

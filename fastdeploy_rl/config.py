@@ -5,7 +5,7 @@ creates nothing on disk: it answers paths, and whoever needs a directory makes i
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,14 @@ def checked_deadline(seconds: float, what: str = "deadline_s") -> float:
             f"{what} must be a number of seconds above 0 and at most {MAX_DEADLINE_S:.0f}, got {seconds!r:.40}"
         )
     return float(seconds)
+
+
+def check_checksums(apply_mode: str, has_checksums: bool) -> None:
+    """ConfigurationError where an update without checksums could not be undone."""
+    if not has_checksums and apply_mode == COPY:
+        raise ConfigurationError(
+            "apply mode copy overwrites live weights, which takes checksums to undo; use auto or alias without them"
+        )
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,25 @@ def checked_api_key(key: str, what: str) -> str:
     if not 0 < len(key) <= MAX_API_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
         raise ConfigurationError(f"{what} must be 1 to {MAX_API_KEY_BYTES} visible ASCII characters, without blanks")
     return key
+
+
+def mooncake_forces_tcp(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Mooncake's library would take TCP whatever it is asked for: `$MC_FORCE_TCP`, with any value."""
+    return "MC_FORCE_TCP" in environ
+
+
+def changed_environ(
+    changes: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ
+) -> dict[str, str | None]:
+    """Sets variables of this process (None: unsets them) for a library that takes its settings from there. What they
+    were before, so that giving it back here undoes the change."""
+    former = {name: environ.get(name) for name in changes}
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    return former
 
 
 def child_environ(changes: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

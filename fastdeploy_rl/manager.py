@@ -28,7 +28,7 @@ from fastdeploy_rl.board.board import Board, rank_lock_path
 from fastdeploy_rl.board.layout import Ballot, CommandRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.collectives.base import Collectives
-from fastdeploy_rl.config import APPLY_MODES, AUTO, COPY, KEEP, ROLLBACKS, Deadlines
+from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines, check_checksums
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -82,10 +82,7 @@ class ManagerConfig:
             raise ConfigurationError(f"apply mode must be one of {', '.join(APPLY_MODES)}, got {self.apply_mode!r}")
         if self.rollback not in ROLLBACKS:
             raise ConfigurationError(f"rollback must be one of {', '.join(ROLLBACKS)}, got {self.rollback!r}")
-        if not self.has_checksums and self.apply_mode == COPY:
-            raise ConfigurationError(
-                "apply mode copy overwrites live weights, which takes checksums to undo; use auto or alias without them"
-            )
+        check_checksums(self.apply_mode, self.has_checksums)
 
 
 @dataclass(frozen=True)

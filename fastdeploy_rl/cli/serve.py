@@ -24,13 +24,22 @@ from fastdeploy_rl.cli.options import (
     print_line,
     seconds,
 )
-from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ON_WORKER_DEATH, RESTART, ROLLBACKS, Deadlines
+from fastdeploy_rl.config import (
+    APPLY_MODES,
+    AUTO,
+    KEEP,
+    ON_WORKER_DEATH,
+    RESTART,
+    ROLLBACKS,
+    Deadlines,
+    check_checksums,
+)
 from fastdeploy_rl.observe.sizes import size_text
 
 if TYPE_CHECKING:
     from fastdeploy_rl.board.board import Leftovers
     from fastdeploy_rl.engines.embedded.messages import Ready
-    from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig
+    from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, StartVersion
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +64,19 @@ def add_parser(verbs: Verbs) -> None:
         "--load-strategy",
         default="ipc",
         metavar="NAME",
-        help="how new weights get here: ipc (default); later ipc_snapshot, rsync",
+        help="how new weights get here: ipc (default, shared memory), ipc_snapshot (files), rsync (a server)",
+    )
+    parser.add_argument(
+        "--rsync-config",
+        default="",
+        metavar="JSON",
+        help='for rsync: how bytes travel, such as \'{"transport": "tcp", "address": "trainer:8190"}\' '
+        "(default: tcp from the server that the channel names)",
+    )
+    parser.add_argument(
+        "--no-checksums",
+        action="store_true",
+        help="read nothing that need not be copied: quicker, but nothing is proved and there is no receipt",
     )
     parser.add_argument(
         "--dynamic-load-weight",
@@ -150,8 +171,11 @@ def add_parser(verbs: Verbs) -> None:
 def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.config import api_keys, default_channel
     from fastdeploy_rl.sources.registry import check_load_strategy
+    from fastdeploy_rl.sources.rsync_config import parse_rsync_config
 
     check_load_strategy(options.load_strategy)
+    parse_rsync_config(options.rsync_config)
+    check_checksums(options.apply_mode, not options.no_checksums)
     # uvicorn, the tokenizer and the rest take a moment; a wrong strategy does not have to wait for them.
     from fastdeploy_rl.engines.embedded.supervisor import ServeConfig, serve
 
@@ -160,6 +184,8 @@ def run(options: argparse.Namespace) -> int:
         num_ranks=options.tensor_parallel_size,
         channel=(options.ipc_dir or default_channel()).absolute(),
         load_strategy=options.load_strategy,
+        rsync_config=options.rsync_config,
+        has_checksums=not options.no_checksums,
         apply_mode=options.apply_mode,
         rollback=options.rollback,
         on_worker_death=options.on_worker_death,
@@ -302,8 +328,11 @@ class _TextAnnouncer:
         print_fields(**summary_lines(summary))
         print("starting", flush=True)
 
-    def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
+    def ready(self, ranks: "Sequence[Ready]", seconds: float, start: "StartVersion") -> None:
         weights = " + ".join(size_text(rank.weight_bytes) for rank in ranks)
+        if start.reason:
+            print(f"warning: on the weights of the model's directory: {start.reason}", flush=True)
+        weights += f", version {start.version}" if start.version else ""
         print(f"ready in {seconds:.1f} s: weights {weights}; talk to it: {self._chat}", flush=True)
 
     def rank_lost(self, rank: int, reason: str) -> None:
@@ -321,8 +350,9 @@ class _JsonAnnouncer:
         _begin_log(config, summary)
         print_line({"event": "starting", **msgspec.structs.asdict(summary)})
 
-    def ready(self, ranks: "Sequence[Ready]", seconds: float) -> None:
-        print_line({"event": "ready", "weight_bytes": [rank.weight_bytes for rank in ranks], "seconds": seconds})
+    def ready(self, ranks: "Sequence[Ready]", seconds: float, start: "StartVersion") -> None:
+        weight_bytes = [rank.weight_bytes for rank in ranks]
+        print_line({"event": "ready", "weight_bytes": weight_bytes, "seconds": seconds, **start._asdict()})
 
     def rank_lost(self, rank: int, reason: str) -> None:
         print_line({"event": "rank_lost", "rank": rank, "reason": reason})

@@ -1,7 +1,7 @@
 """Load strategies by name, imported only when asked for.
 
-Owns the names. Invariant: every name of the design is either
-here or refused with a word about what can be used instead.
+Owns the names, and which of them find weights without a trainer. Invariant: a name that is not here is refused with
+those that are.
 """
 
 from importlib import import_module
@@ -10,8 +10,12 @@ from typing import cast
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 
-_SOURCES = {"ipc": "fastdeploy_rl.sources.ipc:IpcSource"}
-_PLANNED = ("ipc_snapshot", "rsync")
+IPC, IPC_SNAPSHOT, RSYNC = "ipc", "ipc_snapshot", "rsync"
+_SOURCES = {
+    IPC: "fastdeploy_rl.sources.ipc:IpcSource",
+    IPC_SNAPSHOT: "fastdeploy_rl.sources.ipc_snapshot:SnapshotSource",
+    RSYNC: "fastdeploy_rl.sources.rsync:create",
+}
 
 
 def load_strategies() -> tuple[str, ...]:
@@ -21,12 +25,13 @@ def load_strategies() -> tuple[str, ...]:
 
 def check_load_strategy(load_strategy: str) -> None:
     """ConfigurationError unless `create` knows the name."""
-    if load_strategy in _SOURCES:
-        return
-    available = ", ".join(load_strategies())
-    if load_strategy in _PLANNED:
-        raise ConfigurationError(f"load strategy {load_strategy!r} is not available in this version; use {available}")
-    raise ConfigurationError(f"unknown load strategy {load_strategy!r:.80}; use {available}")
+    if load_strategy not in _SOURCES:
+        raise ConfigurationError(f"unknown load strategy {load_strategy!r:.80}; use {', '.join(load_strategies())}")
+
+
+def takes_newest_at_start(load_strategy: str) -> bool:
+    """An engine that starts comes up on the newest version, without a trainer that tells it to."""
+    return load_strategy in (IPC_SNAPSHOT, RSYNC)
 
 
 def create(load_strategy: str, config: SourceConfig) -> WeightSource:

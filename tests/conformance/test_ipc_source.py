@@ -451,12 +451,6 @@ def test_parameters_may_alias_published_memory_through_dlpack(source: IpcSource,
     staged.release()
 
 
-@pytest.mark.parametrize("name", ["ipc_snapshot", "rsync"])
-def test_a_planned_strategy_says_that_it_is_not_here_yet(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}' is not available in this version; use ipc"):
-        registry.create(name, SourceConfig(tmp_path))
-
-
 def test_an_unknown_strategy_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="unknown load strategy 'floppy'; use ipc"):
         registry.create("floppy", SourceConfig(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 from fastdeploy_rl.board.board import Leftovers
 from fastdeploy_rl.config import Deadlines, api_keys
 from fastdeploy_rl.engines.embedded.messages import Ready
-from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, serve
+from fastdeploy_rl.engines.embedded.supervisor import CheckedModel, ServeConfig, StartVersion, serve
 from fastdeploy_rl.errors import FastDeployRLError
 
 
@@ -17,7 +17,7 @@ class LineAnnouncer:
     def starting(self, config: ServeConfig, model: CheckedModel, reclaimed: Leftovers | None) -> None:
         say(event="starting", max_model_len=model.max_model_len)
 
-    def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
+    def ready(self, ranks: Sequence[Ready], seconds: float, start: StartVersion) -> None:
         say(event="ready", weight_bytes=[rank.weight_bytes for rank in ranks])
 
     def rank_lost(self, rank: int, reason: str) -> None:

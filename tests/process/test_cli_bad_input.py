@@ -138,11 +138,6 @@ def test_the_queue_port_of_a_live_engine_is_refused_and_that_engine_untouched(se
         board.close()
 
 
-def test_a_strategy_of_a_later_version_leaves_nothing(serve: Serve) -> None:
-    for name in ("rsync", "ipc_snapshot"):
-        assert f"'{name}' is not available in this version" in serve.refusal("--load-strategy", name)
-
-
 # --- no engine, or one that refuses ----------------------------------------------------------------
 
 

@@ -82,11 +82,8 @@ def test_help_imports_neither_engine_nor_server() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--model", "x", "--load-strategy", "rsync"], "'rsync' is not available in this version"),
-        (
-            ["serve", "--model", "x", "--load-strategy", "ipc_snapshot"],
-            "'ipc_snapshot' is not available in this version",
-        ),
+        (["serve", "--model", "x", "--no-checksums", "--apply-mode", "copy"], "which takes checksums to undo"),
+        (["serve", "--model", "x", "--rsync-config", '{"adress": "a:1"}'], "adress"),
         (["serve", "--model", "x", "--load-strategy", "carrier-pigeon"], "unknown load strategy 'carrier-pigeon'"),
         (["serve", "--model", "/no/such/model"], "no such model directory: /no/such/model"),
         (["publish", "/no/such/model", "--step", "1"], "no such model directory: /no/such/model"),

@@ -32,6 +32,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_dir: str
     board_port: int
     load_strategy: str
+    rsync_config: str
+    has_checksums: bool
     channel: str
     apply_mode: str
     rollback: str

@@ -73,7 +73,7 @@ def _runner(config: WorkerConfig, collectives: ShmCollectives) -> EmbeddedRunner
 
 
 def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> DynamicWeightManager:
-    source = registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel)))
+    source = registry.create(config.load_strategy, _source_config(config, runner))
     board = Board.attach(config.board_port)
     stack.callback(board.close)
     settings = ManagerConfig(
@@ -83,10 +83,23 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
         num_copy_threads=config.num_copy_threads,
         rollback=config.rollback,
         is_restarted_on_death=config.is_restarted_on_death,
+        has_checksums=config.has_checksums,
     )
     manager = DynamicWeightManager(runner=runner, board=board, rank=config.rank, source=source, config=settings)
     stack.callback(manager.close)
     return manager
+
+
+def _source_config(config: WorkerConfig, runner: EmbeddedRunner) -> SourceConfig:
+    return SourceConfig(
+        channel=Path(config.channel),
+        model_dir=Path(config.model_dir),
+        rank=config.rank,
+        num_ranks=config.num_ranks,
+        parameters=tuple(runner.parameters()),
+        num_threads=config.num_copy_threads,
+        rsync_config=config.rsync_config,
+    )
 
 
 def _load(runner: EmbeddedRunner, manager: DynamicWeightManager) -> int:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import uvicorn
 
@@ -42,10 +42,17 @@ from fastdeploy_rl.engines.embedded.restart_budget import MAX_DEATHS, RestartBud
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.engines.embedded.worker_process import WORKER_MODULE
 from fastdeploy_rl.engines.embedded.worker_set import WorkerSet
-from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, PeerLostError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FastDeployRLError,
+    NoPublicationError,
+    PeerLostError,
+)
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.sources.registry import takes_newest_at_start
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.history import read_history
 from fastdeploy_rl.update.rank_files import RankFiles
@@ -68,6 +75,8 @@ class ServeConfig:
     num_ranks: int
     channel: Path
     load_strategy: str = "ipc"
+    rsync_config: str = ""
+    has_checksums: bool = True
     apply_mode: str = AUTO
     rollback: str = KEEP
     on_worker_death: str = RESTART
@@ -124,6 +133,14 @@ class CheckedModel:
         return config.num_hidden_layers * 2 * heads * tokens * config.head_dim * itemsize("F32")
 
 
+class StartVersion(NamedTuple):
+    """What an engine comes up on: a version as text, empty for the weights of the model's own directory, and then why
+    not on a newer one (empty where none is to be expected)."""
+
+    version: str = ""
+    reason: str = ""
+
+
 class Announcer(Protocol):
     """Who tells the operator."""
 
@@ -131,7 +148,7 @@ class Announcer(Protocol):
         """All checks passed; workers are being started. `reclaimed`: what a dead engine had left at this port."""
         ...
 
-    def ready(self, ranks: Sequence[Ready], seconds: float) -> None:
+    def ready(self, ranks: Sequence[Ready], seconds: float, start: "StartVersion") -> None:
         """It serves."""
         ...
 
@@ -212,12 +229,14 @@ class _Engine:
             segment = stack.enter_context(_collectives_segment(self._config))
             self._announcer.starting(self._config, model, board.reclaimed)
             workers = await stack.enter_async_context(self._running_workers(model, board, segment))
+            if takes_newest_at_start(self._config.load_strategy) and self._client is not None:
+                self._client.suspend("the engine is starting, and takes the newest version over first")
             await stack.enter_async_context(self._serving(model, board, listener))
-            await self._live(workers)
+            await self._live(workers, board)
         if self._fault is not None:
             raise self._fault
 
-    async def _live(self, workers: WorkerSet) -> None:
+    async def _live(self, workers: WorkerSet, board: Board) -> None:
         """Until a signal or a fault."""
         begun = time.monotonic()
         await _first(self._is_ready, self._is_over, timeout_s=self._config.deadlines.attach_s)
@@ -228,7 +247,11 @@ class _Engine:
             late = workers.late_ranks
             self.fail(DeadlineExceededError.waiting_for("start of the engine", since_s=begun, missing=late, hint=hint))
             return
-        self._announcer.ready(workers.ready, time.monotonic() - self._begun)
+        start = StartVersion()
+        if takes_newest_at_start(self._config.load_strategy) and self._client is not None:
+            start = await asyncio.to_thread(_take_newest, board.port, self._config.deadlines)
+            self._client.resume(workers.leader_link)
+        self._announcer.ready(workers.ready, time.monotonic() - self._begun, start)
         await self._is_over.wait()
 
     def _on_signal(self) -> None:
@@ -279,6 +302,8 @@ class _Engine:
             model_dir=str(config.model_dir),
             board_port=config.board_port,
             load_strategy=config.load_strategy,
+            rsync_config=config.rsync_config,
+            has_checksums=config.has_checksums,
             channel=str(config.channel),
             apply_mode=config.apply_mode,
             rollback=config.rollback,
@@ -346,6 +371,21 @@ class _Engine:
         serving.cancel()
         for task in ended:
             task.result()
+
+
+def _take_newest(port: int, deadlines: Deadlines) -> StartVersion:
+    """Nothing to be had is no fault: a trainer may come later. Nor is what cannot be taken: the engine has weights."""
+    try:
+        with BoardClient(port) as client:
+            version = client.update(deadline_s=deadlines.update_s).version
+    except NoPublicationError as none:
+        _log.info("event=started_on_checkpoint reason=%r", str(none))
+        return StartVersion()
+    except FastDeployRLError as error:
+        _log.warning("event=started_on_checkpoint reason=%r", str(error))
+        return StartVersion(reason=str(error))
+    _log.info("event=started_on version=%s", version)
+    return StartVersion(version)
 
 
 class _EngineBoard:

@@ -37,7 +37,7 @@ _IDLE_S = 0.2
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`seed` < 0: start without weights."""
+    """`seed` < 0: start without weights. `model_dir`: where FastDeploy's trainers write; empty: nowhere."""
 
     port: int
     rank: int
@@ -49,6 +49,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     apply_mode: str = AUTO
     rollback: str = KEEP
     load_strategy: str = "ipc"
+    rsync_config: str = ""
+    model_dir: str = ""
+    has_checksums: bool = True
     deadlines: Deadlines = Deadlines(update_s=5.0, attach_s=20.0)
     is_restarted_on_death: bool = False
     num_copy_threads: int = 1
@@ -74,16 +77,29 @@ class Worker:
             runner=self.runner,
             board=self._board,
             rank=config.rank,
-            source=registry.create(config.load_strategy, SourceConfig(channel=Path(config.channel))),
+            source=registry.create(config.load_strategy, self._source_config()),
             config=ManagerConfig(
                 load_strategy=config.load_strategy,
                 apply_mode=config.apply_mode,
                 rollback=config.rollback,
+                has_checksums=config.has_checksums,
                 num_copy_threads=config.num_copy_threads,
                 is_restarted_on_death=config.is_restarted_on_death,
                 deadlines=config.deadlines,
             ),
             observer=observer,
+        )
+
+    def _source_config(self) -> SourceConfig:
+        config = self._config
+        return SourceConfig(
+            channel=Path(config.channel),
+            model_dir=Path(config.model_dir) if config.model_dir else None,
+            rank=config.rank,
+            num_ranks=config.num_ranks,
+            parameters=tuple(self.runner.parameters()),
+            num_threads=config.num_copy_threads,
+            rsync_config=config.rsync_config,
         )
 
     def start(self) -> None:

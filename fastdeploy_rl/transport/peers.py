@@ -1,0 +1,265 @@
+"""Peer fan-out: a version's bytes out of other engines that hold it, and from the publisher what none of them has.
+
+Owns whom a rank asks, in which order, and who is not asked again. Refuses to know the wire. Invariant: a peer that
+refused or failed is asked for nothing more in that fetch, and what it had not sent is asked of the next one.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import (
+    AuthenticationError,
+    FastDeployRLError,
+    NoPublicationError,
+    PeerLostError,
+    TrainerError,
+    WorldError,
+)
+from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Transport
+from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece
+from fastdeploy_rl.version import WeightVersion
+
+_logger = logging.getLogger(__name__)
+_PATIENCE_S = 3.0
+"""For an answer, while somebody else can be asked."""
+_FAILURES = (WorldError, TrainerError, AuthenticationError)
+
+
+class PeerRank(Transport, Protocol):
+    """One rank of another engine."""
+
+    def num_ranks(self, *, deadline_ns: int) -> int:
+        """Of its engine. Errors as `offer`."""
+        ...
+
+    def holdings(self, offer: Offer, *, deadline_ns: int) -> Sequence[ByteRange]:
+        """Which bytes of the version it has; target offsets mean nothing. NoPublicationError where it has none; errors
+        as `offer`."""
+        ...
+
+
+class PeerEngine:
+    """Another engine, as one rank of ours meets it: the rank of the same number first."""
+
+    def __init__(self, name: str, connect: Callable[[int], PeerRank], own_rank: int) -> None:
+        """`connect(rank)` opens nothing yet."""
+        self.name = name
+        self._connect = connect
+        self._own_rank = own_rank
+        self._lock = threading.Lock()
+        self._ranks: dict[int, PeerRank] = {}
+
+    def rank(self, number: int) -> PeerRank:
+        with self._lock:
+            if number not in self._ranks:
+                self._ranks[number] = self._connect(number)
+            return self._ranks[number]
+
+    def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
+        """What the rank of our number has; where there is none of that number, rank 0."""
+        try:
+            return self.rank(self._own_rank).offer(version, deadline_ns=deadline_ns)
+        except PeerLostError:
+            if self._own_rank == 0:
+                raise
+            return self.rank(0).offer(version, deadline_ns=deadline_ns)
+
+    def other_ranks(self, *, deadline_ns: int) -> list[int]:
+        """All but the one of our number."""
+        try:
+            num_ranks = self.rank(self._own_rank).num_ranks(deadline_ns=deadline_ns)
+        except PeerLostError:
+            num_ranks = self.rank(0).num_ranks(deadline_ns=deadline_ns)
+        return [number for number in range(num_ranks) if number != self._own_rank]
+
+    def open_ranks(self) -> list[PeerRank]:
+        with self._lock:
+            return list(self._ranks.values())
+
+
+class PeerTransport:
+    """A Transport that asks peers before it asks the publisher, which need not be there."""
+
+    def __init__(self, publisher: Transport | None, engines: Sequence[PeerEngine], own_rank: int) -> None:
+        self._publisher = publisher
+        self._engines = engines
+        self._own_rank = own_rank
+
+    def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
+        """The publisher's where it has one and answers; else the newest of the peers'."""
+        failures: list[FastDeployRLError] = []
+        if self._publisher is not None:
+            try:
+                return self._publisher.offer(version, deadline_ns=_soon(deadline_ns))
+            except _FAILURES as error:
+                failures.append(error)
+        offers = []
+        for engine in self._engines:
+            try:
+                offers.append(engine.offer(version, deadline_ns=_soon(deadline_ns)))
+            except _FAILURES as error:
+                failures.append(error)
+        if offers:
+            return max(offers, key=lambda offer: offer.version)
+        if self._publisher is not None:
+            return self._publisher.offer(version, deadline_ns=deadline_ns)
+        raise next((error for error in failures if isinstance(error, NoPublicationError)), failures[0])
+
+    def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "PeerFetch":
+        return PeerFetch(self._publisher, self._engines, self._own_rank, offer, ranges, target, deadline_ns)
+
+    def trim(self) -> None:
+        for transport in self._all():
+            transport.trim()
+
+    def close(self) -> None:
+        for transport in self._all():
+            transport.close()
+
+    def _all(self) -> list[Transport]:
+        peers: list[Transport] = [rank for engine in self._engines for rank in engine.open_ranks()]
+        return peers if self._publisher is None else [*peers, self._publisher]
+
+
+class PeerFetch:
+    """Ranges on their way, from one after the other."""
+
+    def __init__(
+        self,
+        publisher: Transport | None,
+        engines: Sequence[PeerEngine],
+        own_rank: int,
+        offer: Offer,
+        ranges: Sequence[ByteRange],
+        target: Mapping,
+        deadline_ns: int,
+    ) -> None:
+        self._publisher = publisher
+        self._engines = engines
+        self._own_rank = own_rank
+        self._offer = offer
+        self._target = target
+        self._deadline_ns = deadline_ns
+        self._missing = [Piece(number, each) for number, each in enumerate(ranges) if each.num_bytes]
+        self._num_missing = [each.num_bytes for each in ranges]
+        self._current: Fetch | None = None
+        self._failures: list[str] = []
+        self._bytes_from_peers = 0
+        self._bytes_from_publisher = 0
+
+    @property
+    def num_bytes(self) -> int:
+        current = self._current.num_bytes if self._current is not None else 0
+        return self._bytes_from_peers + self._bytes_from_publisher + current
+
+    def arrivals(self) -> Iterator[Sequence[int]]:
+        if empty := [number for number, num_bytes in enumerate(self._num_missing) if not num_bytes]:
+            yield empty
+        for name, peer in self._peers():
+            yield from self._from_peer(name, peer)
+        yield from self._from_publisher()
+        _logger.info(
+            "event=fetched version=%s bytes_from_peers=%d bytes_from_publisher=%d",
+            self._offer.version,
+            self._bytes_from_peers,
+            self._bytes_from_publisher,
+        )
+
+    def _peers(self) -> Iterator[tuple[str, PeerRank]]:
+        """While bytes are missing: of each engine the rank of our number, which has just our bytes where both engines
+        are cut alike; then the other ranks."""
+        for engine in self._engines:
+            if self._missing:
+                yield f"{engine.name} rank {self._own_rank}", engine.rank(self._own_rank)
+        for engine in self._engines:
+            for number in self._other_ranks(engine) if self._missing else ():
+                if self._missing:
+                    yield f"{engine.name} rank {number}", engine.rank(number)
+
+    def _other_ranks(self, engine: PeerEngine) -> list[int]:
+        try:
+            return engine.other_ranks(deadline_ns=_soon(self._deadline_ns))
+        except _FAILURES as error:
+            self._note_failure(engine.name, error)
+            return []
+
+    def _from_peer(self, name: str, peer: PeerRank) -> Iterator[Sequence[int]]:
+        try:
+            holdings = peer.holdings(self._offer, deadline_ns=_soon(self._deadline_ns))
+            cut = HeldBytes(holdings, self._offer.manifest.segments).cut([piece.range for piece in self._missing])
+            held, missing = (
+                [Piece(self._missing[piece.number].number, piece.range) for piece in pieces] for pieces in cut
+            )
+            if held:
+                self._missing = missing
+                yield from self._bring(peer, held)
+        except (*_FAILURES, ValueError) as error:
+            self._note_failure(name, error)
+        finally:
+            self._bytes_from_peers += self._close_current()
+
+    def _from_publisher(self) -> Iterator[Sequence[int]]:
+        if not self._missing:
+            return
+        if self._publisher is None:
+            num_bytes = sum(piece.range.num_bytes for piece in self._missing)
+            raise NoPublicationError(
+                f"{num_bytes} bytes of version {self._offer.version} are held by no peer "
+                f"({'; '.join(self._failures) or 'all answered'}), and no publisher's address is configured"
+            )
+        try:
+            pieces, self._missing = self._missing, []
+            yield from self._bring(self._publisher, pieces)
+        finally:
+            self._bytes_from_publisher += self._close_current()
+
+    def _bring(self, transport: Transport, pieces: list[Piece]) -> Iterator[Sequence[int]]:
+        """What does not come is missing again."""
+        is_here = [False] * len(pieces)
+        try:
+            ranges = [piece.range for piece in pieces]
+            self._current = transport.fetch(self._offer, ranges, self._target, deadline_ns=self._deadline_ns)
+            for batch in self._current.arrivals():
+                for index in batch:
+                    is_here[index] = True
+                if complete := self._complete([pieces[index] for index in batch]):
+                    yield complete
+        finally:
+            self._missing += [piece for piece, here in zip(pieces, is_here, strict=True) if not here]
+
+    def _complete(self, pieces: Sequence[Piece]) -> list[int]:
+        """Counts them off; ranges of which nothing is missing any more."""
+        complete = []
+        for number, piece in pieces:
+            self._num_missing[number] -= piece.num_bytes
+            if not self._num_missing[number]:
+                complete.append(number)
+        return complete
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        self._failures.append(f"{name}: {error}")
+        _logger.warning(
+            "event=peer_left_out peer=%s version=%s reason=%r",
+            name,
+            self._offer.version,
+            f"{type(error).__name__}: {error}",
+        )
+
+    def _close_current(self) -> int:
+        """Nobody writes into the target any more. Returns what came."""
+        current, self._current = self._current, None
+        if current is None:
+            return 0
+        current.close()
+        return current.num_bytes
+
+    def close(self) -> None:
+        self._close_current()
+
+
+def _soon(deadline_ns: int) -> int:
+    return min(deadline_ns, time.monotonic_ns() + int(_PATIENCE_S * 1e9))

@@ -1,0 +1,139 @@
+"""The files that FastDeploy's `ipc_snapshot` reads, written for trainers and tools.
+
+Owns their names, and that each appears whole or not at all. Refuses to know models: a rank's tensors are written as
+they come. Invariant: `version.yaml` and `version.txt` never name a step whose files this process is still writing, if
+`write_version` is called last.
+
+Names and formats are those of `_update_ipc_snapshot` in FastDeploy's fastdeploy/rl/dynamic_weight_manager.py: in the
+model directory `.pdparams` are safetensors files in spite of their name; only in the shared directory are they what
+`paddle.save` writes.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fastdeploy_rl.errors import ConfigurationError, NoSpaceError, SegmentError
+from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
+from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_HEADER_ALIGNMENT = 8
+
+
+def part_name(rank: int, gpu: str | int, part: int) -> str:
+    return f"model_state.tp{rank}.{gpu}.part{part}.pdparams"
+
+
+def file_name(rank: int, gpu: str | int) -> str:
+    return f"model_state.tp{rank}.{gpu}.pdparams"
+
+
+def legacy_name(gpu: str | int) -> str:
+    return f"model_state.tp0{gpu}.pdparams"
+
+
+def write_model_state(
+    directory: Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int, num_parts: int = 1
+) -> list[Path]:
+    """Writes a rank's slices (contiguous CPU tensors of Paddle, torch or numpy, BF16 there as uint16) into the model
+    directory: one file, or `num_parts` of about the same size, counted from 0. Parts of an earlier, finer split are
+    removed, since FastDeploy would read them too.
+
+    Returns the files. TrainerError for a tensor that cannot be taken as it is, NoSpaceError or SegmentError where a
+    file cannot be written: then the files before it are new and the others are as they were."""
+    if not 1 <= num_parts <= max(1, len(tensors)):
+        raise ConfigurationError(f"{len(tensors)} tensors cannot be split over {num_parts} files")
+    borrowed = _borrowed(tensors)
+    if num_parts == 1:
+        paths = [_write(directory / file_name(rank, gpu), _safetensors(borrowed))]
+    else:
+        shares = enumerate(_shares(borrowed, num_parts))
+        paths = [_write(directory / part_name(rank, gpu, part), _safetensors(share)) for part, share in shares]
+    for surplus in directory.glob(part_name(rank, gpu, 0).replace("part0", "part*")):
+        if surplus not in paths:
+            surplus.unlink()
+    return paths
+
+
+def write_saved_model_state(directory: Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int) -> Path:
+    """As `write_model_state`, what FastDeploy looks for in `/shared_ipc_meta`: the bytes of `paddle.save`."""
+    saved = {name: SavedArray(tensor.dtype, tensor.shape, tensor.buffer) for name, tensor in _borrowed(tensors).items()}
+    return _write(directory / file_name(rank, gpu), write_saved_state(saved))
+
+
+def write_version(directory: Path, step: int) -> None:
+    """Says which step the files beside are: `step` for FastDeploy's weight manager and `version` for its router in
+    `version.yaml`, and the older `version.txt`. Call it last, when the files of all ranks are there."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        raise ConfigurationError(f"a step is an integer from 0 on, got {step!r:.80}")
+    _write(directory / "version.txt", [f"{step}\n".encode()])
+    _write(directory / "version.yaml", [f"step: {step}\nversion: {step}\n".encode()])
+
+
+def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[str, HostTensor]]:
+    """In order, cut where a part has its share of the bytes; none is empty."""
+    names = list(tensors)
+    ends = list(accumulate(tensor.key.num_bytes for tensor in tensors.values()))
+    start = 0
+    for part in range(num_parts):
+        last = len(names) - (num_parts - part - 1)
+        stop = start + 1
+        while stop < last and (part == num_parts - 1 or ends[stop] * num_parts <= (part + 1) * ends[-1]):
+            stop += 1
+        yield {name: tensors[name] for name in names[start:stop]}
+        start = stop
+
+
+def _safetensors(tensors: Mapping[str, HostTensor]) -> "Iterator[Buffer]":
+    """https://github.com/huggingface/safetensors: 8 bytes length, a JSON header, then the bytes."""
+    ends = list(accumulate(tensor.key.num_bytes for tensor in tensors.values()))
+    header = {
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end - tensor.key.num_bytes, end)}
+        for (name, tensor), end in zip(tensors.items(), ends, strict=True)
+    }
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    yield from (tensor.buffer for tensor in tensors.values())
+
+
+def _borrowed(tensors: Mapping[str, Any]) -> dict[str, HostTensor]:
+    return {name: borrow(tensor, name) for name, tensor in tensors.items()}
+
+
+def _write(path: Path, pieces: "Iterable[Buffer]") -> Path:
+    """A whole file or none; on the disk when this returns."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        _sync(path.parent)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SegmentError
+        raise kind(f"{path} cannot be written: {error.strerror}") from error
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,254 @@
+"""Transport out of plain files that nobody promised to leave alone: read into local memory, never mapped.
+
+A file that its writer cuts or rewrites while it is mapped would end this process, or change live weights; one that is
+read gives an error, or bytes whose checksums are wrong. Owns the identity of files and the threads that read them.
+Refuses to know formats and who made the manifest. Invariant: bytes are given only from files that are, before and
+after they were read, the ones that the manifest was made from.
+"""
+
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Offer
+from fastdeploy_rl.version import WeightVersion
+
+_CHUNK_BYTES = 8 << 20
+"""One thread's next piece of work: small against a tensor, large against a system call."""
+
+
+class FileIdentity(NamedTuple):
+    """A file and what would change with its contents. `name`: in the directory of its publication."""
+
+    name: str
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OfferedFiles(NamedTuple):
+    """A version in `files` of a directory; segment number i of its manifest is file number i."""
+
+    offer: Offer
+    directory: Path
+    files: tuple[FileIdentity, ...]
+
+
+def identity_of(path: Path) -> FileIdentity:
+    """Of the file that the path leads to. FileNotFoundError where there is none; NoPublicationError for what is no
+    regular file."""
+    return _identity(path, os.stat(path))
+
+
+def _identity(path: Path, status: os.stat_result) -> FileIdentity:
+    if not stat.S_ISREG(status.st_mode):
+        raise NoPublicationError(f"{path} is no regular file")
+    numbers = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return FileIdentity(path.name, *numbers)
+
+
+class FileTransport:
+    """`find`: the version that is to be had, or is asked for, and its files; as `Transport.offer`, from any thread."""
+
+    def __init__(self, find: Callable[[WeightVersion | None, int], OfferedFiles], num_threads: int = 1) -> None:
+        self._find = find
+        self._num_threads = num_threads
+        self._offered: dict[str, OfferedFiles] = {}
+
+    def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
+        found = self._find(version, deadline_ns)
+        self._offered = {found.offer.file_digest: found, **self._offered}
+        for digest in list(self._offered)[_MAX_REMEMBERED:]:
+            self._offered.pop(digest, None)
+        return found.offer
+
+    def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "FileFetch":
+        known = self._offered.get(offer.file_digest)
+        if known is None:
+            raise NoPublicationError(f"version {offer.version} is not to be had any more; update again")
+        return FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
+
+    def trim(self) -> None:
+        """Nothing is open between fetches."""
+
+    def close(self) -> None:
+        self._offered = {}
+
+
+_MAX_REMEMBERED = 4
+"""Offers: a version is resolved shortly before it is staged."""
+
+
+class _Chunk(NamedTuple):
+    """Rows of a range, or a piece of its only row, that one thread reads in one go. `number`: of the range."""
+
+    number: int
+    segment: int
+    offset: int
+    stride: int
+    rows: int
+    row_bytes: int
+    target_offset: int
+
+
+class FileFetch:
+    """Ranges on their way out of files. The threads end with `close`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Sequence[FileIdentity],
+        ranges: Sequence[ByteRange],
+        target: Mapping,
+        num_threads: int,
+        deadline_ns: int,
+    ) -> None:
+        """Opens the files that are read. NoPublicationError where one is gone, or is another one by now."""
+        self.num_bytes = 0
+        self._directory = directory
+        self._files = files
+        self._ranges = ranges
+        self._deadline_ns = deadline_ns
+        self._done: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._opened: dict[int, int] = {}
+        try:
+            for segment in sorted({each.segment for each in ranges}):
+                self._opened[segment] = self._open(segment)
+        except BaseException:
+            self._close_files()
+            raise
+        self._target = memoryview(target)
+        self._pool = ThreadPoolExecutor(num_threads, "fastdeploy_rl_read")
+        self._missing = dict.fromkeys(range(len(ranges)), 0)
+        chunks = [chunk for index, each in enumerate(ranges) for chunk in _chunks(index, each)]
+        for chunk in chunks:
+            self._missing[chunk.number] += 1
+        for chunk in chunks:
+            self._pool.submit(self._read, chunk)
+
+    def _open(self, segment: int) -> int:
+        path = self._directory / self._files[segment].name
+        try:
+            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise NoPublicationError(f"{path}: {error.strerror}, it was there before; update again") from error
+        try:
+            self._check_same(segment, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _check_same(self, segment: int, descriptor: int) -> None:
+        path = self._directory / self._files[segment].name
+        if _identity(path, os.fstat(descriptor)) != self._files[segment]:
+            raise NoPublicationError(f"{path} was changed or replaced since it was looked at; update again")
+
+    def arrivals(self) -> Iterator[Sequence[int]]:
+        """As `Fetch.arrivals`."""
+        begun = time.monotonic()
+        complete = [index for index, missing in self._missing.items() if not missing]
+        left = len(self._ranges) - len(complete)
+        if complete and left:
+            yield complete
+            complete = []
+        while left:
+            found = [self._next(begun), *self._at_hand()]
+            complete = [index for index in found if self._is_complete(index)]
+            left -= len(complete)
+            if left and complete:
+                yield complete
+        for segment, descriptor in self._opened.items():
+            self._check_same(segment, descriptor)
+        if complete:
+            yield complete
+
+    def _next(self, begun: float) -> int:
+        try:
+            found = self._done.get(timeout=max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9))
+        except queue.Empty:
+            raise DeadlineExceededError.waiting_for(f"bytes of files in {self._directory}", since_s=begun) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _at_hand(self) -> Iterator[int]:
+        while True:
+            try:
+                found = self._done.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def _is_complete(self, index: int) -> bool:
+        """Takes one chunk of the range as read."""
+        self._missing[index] -= 1
+        self.num_bytes = self.num_bytes + (0 if self._missing[index] else self._ranges[index].num_bytes)
+        return not self._missing[index]
+
+    def _read(self, chunk: _Chunk) -> None:
+        try:
+            for row in range(chunk.rows):
+                if self._is_closed.is_set():
+                    return
+                start = chunk.target_offset + row * chunk.row_bytes
+                self._read_row(chunk.segment, chunk.offset + row * chunk.stride, start, start + chunk.row_bytes)
+            self._done.put(chunk.number)
+        except (OSError, NoPublicationError) as error:
+            path = self._directory / self._files[chunk.segment].name
+            self._done.put(
+                error if not isinstance(error, OSError) else NoPublicationError(f"{path} cannot be read: {error}")
+            )
+
+    def _read_row(self, segment: int, offset: int, start: int, stop: int) -> None:
+        while start < stop:
+            with self._target[start:stop] as window:
+                num_bytes = os.preadv(self._opened[segment], [window], offset)
+            if not num_bytes:
+                path = self._directory / self._files[segment].name
+                raise NoPublicationError(f"{path} was cut while it was read: it ends at byte {offset}; update again")
+            start, offset = start + num_bytes, offset + num_bytes
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._target.release()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+
+def _chunks(index: int, wanted: ByteRange) -> Iterable[_Chunk]:
+    """Whole rows as many as are worth a thread's while, or pieces of a single long row."""
+    if not wanted.num_bytes:
+        return
+    if wanted.row_bytes > _CHUNK_BYTES:
+        for row in range(wanted.rows):
+            for start in range(0, wanted.row_bytes, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, wanted.row_bytes - start)
+                place = wanted.target_offset + row * wanted.row_bytes + start
+                yield _Chunk(index, wanted.segment, wanted.offset + row * wanted.stride + start, 0, 1, size, place)
+        return
+    step = max(1, _CHUNK_BYTES // wanted.row_bytes)
+    for row in range(0, wanted.rows, step):
+        rows = min(step, wanted.rows - row)
+        place = wanted.target_offset + row * wanted.row_bytes
+        offset = wanted.offset + row * wanted.stride
+        yield _Chunk(index, wanted.segment, offset, wanted.stride, rows, wanted.row_bytes, place)

@@ -1,0 +1,261 @@
+"""Load strategy `ipc_snapshot`: versions on disk, mapped read-only; no trainer is needed.
+
+Owns which snapshot is meant, and the mappings of its shards. Copies nothing and checks no bytes (whoever reads them
+does, against the manifest). Invariant: what is staged are files whose sizes were those of the manifest when they were
+opened, held open by their mappings: they outlast their removal by a writer that keeps only the newest.
+
+Nobody changes a snapshot once it is there. Who cuts a file that is mapped, or takes away a network file system under
+it, kills whoever reads the missing bytes (SIGBUS): with apply mode `alias` that is an engine that serves. Hence `auto`
+copies: then files are read while an update is staged, and not after. On NFS, files that another machine removed are
+gone for those who have them mapped, too: there, `keep` as many versions as engines may lag behind.
+
+Where there are no snapshots, files in other formats are looked for (`foreign_source`).
+"""
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.manifest import Manifest, Segment
+from fastdeploy_rl.plan.plan import Plan, PlannedParameter, RegionKind
+from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
+from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
+from fastdeploy_rl.sources.version_file import wanted_version
+from fastdeploy_rl.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+_MAX_KNOWN = 16
+"""Versions that were resolved and may still be staged; an update stages what it has just resolved."""
+
+
+def foreign_source(config: SourceConfig) -> WeightSource | None:
+    """Who reads files that no SnapshotWriter wrote; None: nobody does."""
+    return None
+
+
+class SnapshotSource:
+    """One engine process as a reader of `{channel}/snapshots`. Opens nothing before it is used."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self._directory = SnapshotDirectory(config.channel)
+        self._model_dir = config.model_dir
+        self._foreign = foreign_source(config)
+        self._lock = threading.Lock()
+        self._known: dict[object, Snapshot] = {}
+        self._warned: set[str] = set()
+        self._discredited: set[str] = set()
+        self._staged: list[SnapshotStaged] = []
+
+    # --- which version -----------------------------------------------------------------------------
+
+    def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
+        """The newest snapshot that is whole and not discredited, up to the version that `version.yaml` or `version.txt`
+        of the model directory names, where one does; what is not whole on the way there is named in the log. By name,
+        that version: NoPublicationError says what is wrong with it, and names the newest that is there."""
+        with self._lock:
+            found = self._newest(deadline_ns) if version is None else self._named(version)
+            if found is not None:
+                self._remember(found)
+                return ResolvedPublication(found.version, found.manifest)
+        if self._foreign is not None:
+            return self._foreign.resolve(version, deadline_ns=deadline_ns)
+        raise NoPublicationError(self._missing_text(version))
+
+    def discredit(self, resolved: ResolvedPublication) -> None:
+        with self._lock:
+            snapshot = self._known.get(_key(resolved.manifest))
+            if snapshot is not None:
+                self._discredited.add(snapshot.path.name)
+                _log.warning("snapshot=%s event=discredited path=%s", snapshot.version, snapshot.path)
+                return
+        if self._foreign is not None:
+            self._foreign.discredit(resolved)
+
+    def _newest(self, deadline_ns: int) -> Snapshot | None:
+        """Looks again where versions went while it looked: newer ones have come then."""
+        while True:
+            entries = self._directory.entries()
+            gone = False
+            for entry in self._candidates(entries):
+                try:
+                    snapshot = self._directory.read(entry)
+                except ManifestError as error:
+                    self._warn(entry, error)
+                    continue
+                if snapshot is not None:
+                    return snapshot
+                gone = True
+            if not gone:
+                return None
+            if time.monotonic_ns() >= deadline_ns:
+                raise DeadlineExceededError(f"snapshots in {self._directory.path} go faster than they can be read")
+
+    def _candidates(self, entries: Sequence[Entry]) -> list[Entry]:
+        wanted = wanted_version(self._model_dir) if entries else None
+        limit = wanted.in_epoch(entries[0].version.epoch) if wanted is not None else None
+        return [
+            entry
+            for entry in entries
+            if entry.name not in self._discredited and (limit is None or entry.version <= limit)
+        ]
+
+    def _named(self, version: WeightVersion) -> Snapshot | None:
+        for entry in self._directory.entries():
+            if entry.version == version:
+                try:
+                    return self._directory.read(entry)
+                except ManifestError as error:
+                    raise NoPublicationError(
+                        f"version {version} is not to be had: {error}; {self._directory.path} has {self._newest_text()}"
+                    ) from error
+        return None
+
+    def _warn(self, entry: Entry, error: ManifestError) -> None:
+        if entry.name not in self._warned:
+            self._warned.add(entry.name)
+            _log.warning("snapshot=%s event=not_whole reason=%s", entry.version, error)
+
+    def _newest_text(self) -> str:
+        newest = self._directory.newest()
+        return str(newest.version) if newest is not None else "no version that is whole"
+
+    def _missing_text(self, version: WeightVersion | None) -> str:
+        path, entries = self._directory.path, self._directory.entries()
+        if not entries:
+            return (
+                f"nothing is published in {path}: no snapshot is there; a trainer writes them with a SnapshotWriter, "
+                "or fastdeploy-rl snapshot does"
+            )
+        if version is not None:
+            return f"version {version} is not to be had: {path} has {self._newest_text()}"
+        wanted = wanted_version(self._model_dir)
+        limit = f" up to version {wanted.text}, which {wanted.path} asks for," if wanted is not None else ""
+        return f"none of the {len(entries)} snapshots in {path}{limit} is whole and has the bytes that it should have"
+
+    def _remember(self, snapshot: Snapshot) -> None:
+        self._known.pop(_key(snapshot.manifest), None)
+        self._known[_key(snapshot.manifest)] = snapshot
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    # --- its bytes ---------------------------------------------------------------------------------
+
+    def stage(self, resolved: ResolvedPublication, plan: Plan, *, deadline_ns: int) -> StagedSource:
+        """Maps the shards that the plan reads; the others have an empty page in their place. All or, on an error,
+        none."""
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError(f"no time left to stage version {resolved.version}")
+        with self._lock:
+            snapshot = self._known.get(_key(resolved.manifest))
+        if snapshot is None and self._foreign is not None:
+            return self._foreign.stage(resolved, plan, deadline_ns=deadline_ns)
+        if snapshot is None:
+            raise NoPublicationError(
+                f"version {resolved.version} was not found in {self._directory.path}: update again"
+            )
+        staged = SnapshotStaged(plan, _map_shards(snapshot, _touched(plan)))
+        self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
+        return staged
+
+    def trim(self) -> None:
+        """Nothing is kept: another version has other files."""
+        if self._foreign is not None:
+            self._foreign.trim()
+
+    def close(self) -> None:
+        """Releases what is staged. SegmentError while parameters still lie in mapped files; unbind and close again."""
+        for staged in self._staged:
+            staged.release()
+        self._staged = []
+        if self._foreign is not None:
+            self._foreign.close()
+
+
+class SnapshotStaged:
+    """A version that lies in mapped files: immutable, since nobody writes to a snapshot that is there."""
+
+    is_immutable = True
+    is_copied_unless_asked = True
+
+    def __init__(self, plan: Plan, segments: tuple[Mapping, ...]) -> None:
+        self.plan = plan
+        self.segments = segments
+
+    @property
+    def is_released(self) -> bool:
+        return all(mapping.is_closed for mapping in self.segments)
+
+    def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
+        yield self.plan.everything
+
+    def is_vouched(self) -> bool:
+        """The mapping itself keeps the file."""
+        return True
+
+    def release(self) -> None:
+        for number, mapping in enumerate(self.segments):
+            if mapping.num_exports:
+                raise SegmentError(
+                    f"shard {number} of a snapshot is still in use: {mapping.num_exports} arrays or tensors lie in it"
+                )
+        for mapping in self.segments:
+            mapping.close()
+
+
+def _key(manifest: Manifest) -> object:
+    return manifest.version, manifest.content_digest, manifest.segments
+
+
+def _touched(plan: Plan) -> frozenset[int]:
+    """The shards that the plan reads, or in which a parameter may lie."""
+    read = {r.segment for p in plan.everything for r in p.regions if r.kind is not RegionKind.ZERO}
+    return frozenset(read | {p.alias.segment for p in plan.parameters if p.alias is not None})
+
+
+def _map_shards(snapshot: Snapshot, touched: frozenset[int]) -> tuple[Mapping, ...]:
+    with ExitStack() as undo:
+        mappings = []
+        for number, segment in enumerate(snapshot.manifest.segments):
+            mappings.append(_map_file(snapshot.path, segment) if number in touched else _nothing())
+            undo.callback(mappings[-1].close)
+        undo.pop_all()
+    return tuple(mappings)
+
+
+def _map_file(directory: Path, segment: Segment) -> Mapping:
+    """Its size is looked at where it is opened, so that no other file can be meant."""
+    path = directory / segment.locator
+    try:
+        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise NoPublicationError(f"{path} was removed since it was found; update again") from error
+    except OSError as error:
+        raise NoPublicationError(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != segment.num_bytes:
+            raise ManifestError(f"{path} has {status.st_size} bytes, its manifest says {segment.num_bytes}")
+        return Mapping.map_fd(descriptor, segment.num_bytes, False)
+    except OSError as error:
+        raise SegmentError(f"{path} cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _nothing() -> Mapping:
+    """A byte that nobody reads, mapped as read-only as the shards are."""
+    descriptor = os.memfd_create("fastdeploy_rl-untouched", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, 1)
+        return Mapping.map_fd(descriptor, 1, False)
+    finally:
+        os.close(descriptor)

@@ -108,7 +108,9 @@ class BoardClient:
             self._check_alive()
             receipt = RankFiles(self._board.run_dir).read_receipt()
             if receipt is None:
-                raise NotServingError(f"port {self._port}: no version is live: {self.status().reason}")
+                status = self.status()
+                why = "checksums are off" if status.is_serving else f"no version is live: {status.reason}"
+                raise NotServingError(f"port {self._port}: there is no receipt: {why}")
             return receipt
         report = self._ask(CommandKind.RECOMPUTE, "", deadline_s, False)
         if report.differing:

@@ -11,17 +11,26 @@ if TYPE_CHECKING:
     from fastdeploy_rl.control.controller import EngineController as EngineController
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
+    from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter as SnapshotWriter
     from fastdeploy_rl.version import WeightVersion as WeightVersion
 
 _EXPORTS = {
     "AsyncEngineController": "fastdeploy_rl.control.async_controller",
     "DynamicWeightManager": "fastdeploy_rl.manager",
     "EngineController": "fastdeploy_rl.control.controller",
+    "SnapshotWriter": "fastdeploy_rl.publish.snapshot_writer",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
     "WeightVersion": "fastdeploy_rl.version",
 }
 
-__all__ = ["AsyncEngineController", "DynamicWeightManager", "EngineController", "WeightPublisher", "WeightVersion"]
+__all__ = [
+    "AsyncEngineController",
+    "DynamicWeightManager",
+    "EngineController",
+    "SnapshotWriter",
+    "WeightPublisher",
+    "WeightVersion",
+]
 
 
 def __dir__() -> list[str]:

@@ -17,13 +17,14 @@ from fastdeploy_rl.cli import (
     receipt,
     retire,
     serve,
+    snapshot,
     status,
     update,
 )
 from fastdeploy_rl.cli.options import one_line
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError
 
-VERBS = (serve, publish, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
+VERBS = (serve, publish, snapshot, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import NoPublicationError, SegmentError
+from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.manifest import encode
 from fastdeploy_rl.transport.base import ByteRange, Offer, Run
 from fastdeploy_rl.transport.held_bytes import HeldBytes
 from fastdeploy_rl.version import WeightVersion
-
-_LET_GO_S = 10.0
 
 
 class _Version:
@@ -50,6 +48,9 @@ class HeldReader:
         places = self._version.held.places(ranges)
         return [Run(self._version.mapping, offset, num_bytes) for offset, num_bytes in places]
 
+    def held(self) -> Sequence[ByteRange]:
+        return self._version.ranges
+
     def close(self) -> None:
         self._shelf._let_go(self._version, self)
 
@@ -57,42 +58,33 @@ class HeldReader:
 class HeldVersions:
     """A Shelf of what was fetched by this rank; versions come and go with `hold` and `withdraw`. Thread-safe."""
 
-    def __init__(self, let_go_s: float = _LET_GO_S) -> None:
-        """`let_go_s`: how long `withdraw` waits for those who read."""
-        self._let_go_s = let_go_s
+    def __init__(self) -> None:
         self._versions: list[_Version] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def hold(self, offer: Offer, ranges: Sequence[ByteRange], mapping: Mapping) -> None:
         """From now on the version can be had here: `mapping` has the bytes of `ranges` at their target offsets, and
         keeps them until `withdraw`."""
-        with self._changed:
+        with self._lock:
             self._versions.append(_Version(offer, ranges, mapping))
 
     def withdraw(self, mapping: Mapping) -> None:
-        """Ends every reader of it. Nothing happens for a mapping that is not held. SegmentError when one goes on
-        reading for `let_go_s`: the memory must not be used for something else, and a later call tries again."""
-        with self._changed:
+        """Ends every reader of it; nobody comes to it any more. Nothing happens for a mapping that is not held. Where a
+        reader goes on, its SegmentError comes out: the memory must not be used for something else then, and a later
+        call tries again."""
+        with self._lock:
             leaving = [version for version in self._versions if version.mapping is mapping]
             for version in leaving:
                 version.is_withdrawn = True
             readers = [reader for version in leaving for reader in version.readers]
         for reader in readers:
-            reader.on_withdraw()  # without the lock: the reader that it waits for wants to close
-        with self._changed:
-            self._await_gone(leaving)
+            reader.on_withdraw()  # without the lock: the reader that it waits for may want to close
+            reader.close()
+        with self._lock:
             self._versions = [version for version in self._versions if version not in leaving]
 
-    def _await_gone(self, leaving: list[_Version]) -> None:
-        if not self._changed.wait_for(lambda: not any(version.readers for version in leaving), self._let_go_s):
-            versions = ", ".join(str(version.offer.version) for version in leaving)
-            raise SegmentError(
-                f"version {versions} is still in use: {sum(len(version.readers) for version in leaving)} readers "
-                f"fetch it from this rank and do not stop"
-            )
-
     def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
-        with self._changed:
+        with self._lock:
             here = {each.offer.version: each for each in self._versions if not each.is_withdrawn}
         if not here:
             raise NoPublicationError("nothing is published here: this rank holds no version that it could give")
@@ -102,7 +94,7 @@ class HeldVersions:
         return wanted, here[wanted].manifest_bytes
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> HeldReader:
-        with self._changed:
+        with self._lock:
             here = [v for v in self._versions if v.offer.file_digest == file_digest and not v.is_withdrawn]
             if not here:
                 raise NoPublicationError(f"manifest {file_digest[:16]} is not held here (any more)")
@@ -111,7 +103,6 @@ class HeldVersions:
             return reader
 
     def _let_go(self, version: _Version, reader: HeldReader) -> None:
-        with self._changed:
+        with self._lock:
             if reader in version.readers:
                 version.readers.remove(reader)
-                self._changed.notify_all()

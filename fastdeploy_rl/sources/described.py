@@ -118,8 +118,7 @@ class DescribedFiles:
         with self._lock:
             store = self._store()
             for name in _sets(store):
-                record = _read_record(store, name)
-                if record is None or record.version == str(version):
+                if _record_version(store, name) in (None, str(version)):
                     store.remove_file(name)
 
     def _version_of(self, found: FoundFiles, files: Sequence[FileIdentity]) -> WeightVersion:
@@ -225,6 +224,14 @@ def _read_record(store: Channel, name: str) -> Latest | None:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{store.path / name} is malformed: {error!s:.500}; remove it") from error
+
+
+def _record_version(store: Channel, name: str) -> str | None:
+    """None for a record that says nothing."""
+    with contextlib.suppress(ManifestError):
+        record = _read_record(store, name)
+        return record.version if record is not None else None
+    return None
 
 
 def _keep(store: Channel, name: str, manifest: Manifest) -> Latest:

@@ -21,12 +21,12 @@ from fastdeploy_rl.sources.version_file import wanted_version
 
 def create(config: SourceConfig) -> DescribedSource:
     """A source of such files; nothing is opened before it is used."""
-    places = [f"{config.channel}/snapshots", str(config.channel)]
-    if config.model_dir is not None:
-        places.append(
-            f"{config.model_dir} (no snapshot, none of FastDeploy's files, no checkpoint with a version.yaml)"
-        )
-    return DescribedSource(config, partial(find_foreign, config), ", ".join(places))
+    channel, model_dir = config.channel, config.model_dir
+    places = f"{channel}: no snapshot is there (a trainer writes them with a SnapshotWriter, or fastdeploy-rl snapshot "
+    places += "does), none of FastDeploy's files and no checkpoint"
+    if model_dir is not None:
+        places += f"; nor has {model_dir} any of FastDeploy's, or a checkpoint with a version.yaml"
+    return DescribedSource(config, partial(find_foreign, config), places)
 
 
 def find_foreign(config: SourceConfig) -> FoundFiles | None:

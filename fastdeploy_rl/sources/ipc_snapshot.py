@@ -9,7 +9,7 @@ it, kills whoever reads the missing bytes (SIGBUS): with apply mode `alias` that
 copies: then files are read while an update is staged, and not after. On NFS, files that another machine removed are
 gone for those who have them mapped, too: there, `keep` as many versions as engines may lag behind.
 
-Where there are no snapshots, files in other formats are looked for (`foreign_source`).
+Where there are no snapshots, files in other formats are looked for (`foreign_files`).
 """
 
 import logging
@@ -26,7 +26,8 @@ from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublica
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter, RegionKind
 from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
-from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
+from fastdeploy_rl.sources import foreign_files
+from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource
 from fastdeploy_rl.sources.version_file import wanted_version
 from fastdeploy_rl.version import WeightVersion
 
@@ -36,18 +37,13 @@ _MAX_KNOWN = 16
 """Versions that were resolved and may still be staged; an update stages what it has just resolved."""
 
 
-def foreign_source(config: SourceConfig) -> WeightSource | None:
-    """Who reads files that no SnapshotWriter wrote; None: nobody does."""
-    return None
-
-
 class SnapshotSource:
     """One engine process as a reader of `{channel}/snapshots`. Opens nothing before it is used."""
 
     def __init__(self, config: SourceConfig) -> None:
         self._directory = SnapshotDirectory(config.channel)
         self._model_dir = config.model_dir
-        self._foreign = foreign_source(config)
+        self._foreign = foreign_files.create(config)
         self._lock = threading.Lock()
         self._known: dict[object, Snapshot] = {}
         self._warned: set[str] = set()
@@ -59,15 +55,16 @@ class SnapshotSource:
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
         """The newest snapshot that is whole and not discredited, up to the version that `version.yaml` or `version.txt`
         of the model directory names, where one does; what is not whole on the way there is named in the log. By name,
-        that version: NoPublicationError says what is wrong with it, and names the newest that is there."""
+        that version: NoPublicationError says what is wrong with it, and names the newest that is there. Where there
+        are no snapshots, whole or not, what `foreign_files` finds."""
         with self._lock:
             found = self._newest(deadline_ns) if version is None else self._named(version)
             if found is not None:
                 self._remember(found)
                 return ResolvedPublication(found.version, found.manifest)
-        if self._foreign is not None:
-            return self._foreign.resolve(version, deadline_ns=deadline_ns)
-        raise NoPublicationError(self._missing_text(version))
+            if entries := self._directory.entries():
+                raise NoPublicationError(self._missing_text(version, len(entries)))
+        return self._foreign.resolve(version, deadline_ns=deadline_ns)
 
     def discredit(self, resolved: ResolvedPublication) -> None:
         with self._lock:
@@ -76,8 +73,7 @@ class SnapshotSource:
                 self._discredited.add(snapshot.path.name)
                 _log.warning("snapshot=%s event=discredited path=%s", snapshot.version, snapshot.path)
                 return
-        if self._foreign is not None:
-            self._foreign.discredit(resolved)
+        self._foreign.discredit(resolved)
 
     def _newest(self, deadline_ns: int) -> Snapshot | None:
         """Looks again where versions went while it looked: newer ones have come then."""
@@ -127,18 +123,13 @@ class SnapshotSource:
         newest = self._directory.newest()
         return str(newest.version) if newest is not None else "no version that is whole"
 
-    def _missing_text(self, version: WeightVersion | None) -> str:
-        path, entries = self._directory.path, self._directory.entries()
-        if not entries:
-            return (
-                f"nothing is published in {path}: no snapshot is there; a trainer writes them with a SnapshotWriter, "
-                "or fastdeploy-rl snapshot does"
-            )
+    def _missing_text(self, version: WeightVersion | None, num_entries: int) -> str:
+        path = self._directory.path
         if version is not None:
             return f"version {version} is not to be had: {path} has {self._newest_text()}"
         wanted = wanted_version(self._model_dir)
         limit = f" up to version {wanted.text}, which {wanted.path} asks for," if wanted is not None else ""
-        return f"none of the {len(entries)} snapshots in {path}{limit} is whole and has the bytes that it should have"
+        return f"none of the {num_entries} snapshots in {path}{limit} is whole and has the bytes that it should have"
 
     def _remember(self, snapshot: Snapshot) -> None:
         self._known.pop(_key(snapshot.manifest), None)
@@ -155,28 +146,22 @@ class SnapshotSource:
             raise DeadlineExceededError(f"no time left to stage version {resolved.version}")
         with self._lock:
             snapshot = self._known.get(_key(resolved.manifest))
-        if snapshot is None and self._foreign is not None:
-            return self._foreign.stage(resolved, plan, deadline_ns=deadline_ns)
         if snapshot is None:
-            raise NoPublicationError(
-                f"version {resolved.version} was not found in {self._directory.path}: update again"
-            )
+            return self._foreign.stage(resolved, plan, deadline_ns=deadline_ns)
         staged = SnapshotStaged(plan, _map_shards(snapshot, _touched(plan)))
         self._staged = [earlier for earlier in self._staged if not earlier.is_released] + [staged]
         return staged
 
     def trim(self) -> None:
-        """Nothing is kept: another version has other files."""
-        if self._foreign is not None:
-            self._foreign.trim()
+        """Of mapped files nothing is kept: another version has others."""
+        self._foreign.trim()
 
     def close(self) -> None:
         """Releases what is staged. SegmentError while parameters still lie in mapped files; unbind and close again."""
         for staged in self._staged:
             staged.release()
         self._staged = []
-        if self._foreign is not None:
-            self._foreign.close()
+        self._foreign.close()
 
 
 class SnapshotStaged:

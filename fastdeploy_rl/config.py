@@ -113,6 +113,14 @@ class Deadlines:
     """After a publication's deadline: until whoever is deciding about it has written the decision down."""
     lock_s: float = 0.2
     """Until a lock that is only looked at by somebody who clears up is free again."""
+    greet_s: float = 5.0
+    """From a connection that carries weights until both ends have proved who they are."""
+    stall_s: float = 10.0
+    """Until the other end of such a connection answers, or takes or gives some bytes."""
+    reply_s: float = 300.0
+    """One answer of a weight server, a gigabyte at most, until its client has taken it all."""
+    idle_s: float = 60.0
+    """Until a weight server lets go of a client that asks for nothing, and of the version that it held for it."""
     store_s: float = 5.0
     """One question to the store on which the ranks of several hosts meet; also who was first where two proposed."""
     history_lock_s: float = 1.0

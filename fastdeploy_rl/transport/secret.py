@@ -1,0 +1,39 @@
+"""The secret that both ends of a connection share, and how it is read. It stands in no message and no log."""
+
+import os
+import stat
+from pathlib import Path
+
+from fastdeploy_rl.errors import ConfigurationError
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+
+
+def read_secret(path: Path) -> bytes:
+    """The file's bytes without blanks and newlines around them. ConfigurationError for one that others may read, that
+    is no regular file, or whose secret is shorter than 16 bytes or longer than 4096."""
+    try:
+        # Without O_NONBLOCK a pipe in the file's place would keep us for good.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            data = file.read(MAX_SECRET_BYTES + 64)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"secret file {path!s:.200}: {getattr(error, 'strerror', None) or error}") from error
+    return checked_secret(data.strip(), f"secret file {path}")
+
+
+def checked_secret(secret: bytes, what: str = "the secret") -> bytes:
+    """`secret` if nobody guesses it; ConfigurationError that names `what` and tells nothing of it."""
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise ConfigurationError(
+            f"{what} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes; make one with: openssl rand -hex 32"
+        )
+    return secret
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigurationError(f"secret file {path} is no regular file")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigurationError(f"secret file {path} is open to other users: chmod 600 {path}")

@@ -1,0 +1,216 @@
+"""The protocol of the tcp transport: what its frames are, what may be in them, and how both ends prove their secret.
+
+    server -> client   ServerHello{magic, protocol, nonce, needs_secret, rank, num_ranks}
+    client -> server   ClientHello{nonce, proof}
+    server -> client   Welcome{proof}
+    client -> server   Ask{version}       -> Offered{manifest}
+                       Hold{file_digest}  -> Held{}        the version stays until the connection ends, or another Hold
+                       Read{ranges}       -> Data{num_bytes}, then that many bytes: the ranges, packed, in order
+                       Locate{}           -> Places{session, addresses}   where the held version's segments lie
+    server -> client   Failed{error, message}   in place of any answer
+
+A frame is its payload's length (u32, big endian), its kind (u8) and a msgpack map. Owns formats and bounds; knows no
+sockets. Invariant: whatever bytes come, decoding gives a message within its bounds or PeerLostError. Bytes are neither
+encrypted nor signed: a secret keeps strangers out, not those who can change what travels (checksums see that).
+"""
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+
+from fastdeploy_rl import manifest as manifests
+from fastdeploy_rl.errors import FastDeployRLError, PeerLostError, from_wire, wire_text
+from fastdeploy_rl.plan.byte_range import ByteRange
+
+PROTOCOL: Final = 1
+NONCE_BYTES: Final = 32
+MAX_HELLO_BYTES: Final = 4096
+"""Of a frame before both ends know each other."""
+MAX_FRAME_BYTES: Final = 1 << 20
+MAX_MANIFEST_FRAME_BYTES: Final = manifests.MAX_BYTES + 4096
+MAX_RANGES: Final = 1024
+"""Of one Read."""
+MAX_ROWS: Final = 1 << 16
+"""Of all ranges of one Read, those without gaps counted as one."""
+MAX_READ_BYTES: Final = 1 << 30
+_MAX_MESSAGE = 4000
+_LIMIT = 2**63
+_HEADER = struct.Struct("!IB")
+HEADER_BYTES: Final = _HEADER.size
+
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT - 1)]
+_Text = Annotated[str, msgspec.Meta(max_length=_MAX_MESSAGE)]
+
+
+class ServerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`rank` of `num_ranks`: where an engine's ranks each serve what they have."""
+
+    magic: Literal["fastdeploy_rl"]
+    protocol: int
+    nonce: _Nonce
+    needs_secret: bool
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+class ClientHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`proof`: empty where no secret is needed."""
+
+    nonce: _Nonce
+    proof: _Proof
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    proof: _Proof
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`version`: its text; empty for the newest."""
+
+    version: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`manifest`: its canonical bytes."""
+
+    manifest: Annotated[bytes, msgspec.Meta(max_length=manifests.MAX_BYTES)]
+
+
+class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file_digest: _Digest
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Read(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the held version. Where the client lets them land says nothing to the server."""
+
+    ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.ranges)
+
+
+class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_READ_BYTES)]
+
+
+class Locate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where another kind of transport reads the held version: `session` names the process, `addresses` has one of each
+    segment of the manifest."""
+
+    session: Annotated[str, msgspec.Meta(max_length=512)]
+    addresses: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=manifests.MAX_SEGMENTS)]
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`error`: name of a class of the tree."""
+
+    error: Annotated[str, msgspec.Meta(max_length=64)]
+    message: _Text
+
+
+Message = ServerHello | ClientHello | Welcome | Ask | Offered | Hold | Held | Read | Data | Locate | Places | Failed
+M = TypeVar("M", bound=Message)
+_TYPES: tuple[type[Message], ...] = (
+    *(ServerHello, ClientHello, Welcome, Ask, Offered, Hold, Held, Read, Data, Locate, Places, Failed),
+)
+_KINDS = {kind: number for number, kind in enumerate(_TYPES, 1)}
+_DECODERS = {number: msgspec.msgpack.Decoder(kind) for kind, number in _KINDS.items()}
+
+
+# --- frames -----------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """The whole frame."""
+    payload = msgspec.msgpack.encode(message)
+    return _HEADER.pack(len(payload), _KINDS[type(message)]) + payload
+
+
+def payload_bytes(header: bytes | bytearray, max_bytes: int) -> tuple[int, int]:
+    """Length and kind that a frame's header tells. PeerLostError for more than `max_bytes`, or an unknown kind: before
+    anything is read, or made room for."""
+    num_bytes, kind = _HEADER.unpack(header)
+    if kind not in _DECODERS:
+        raise PeerLostError(f"the other end speaks another protocol: {bytes(header)!r} begins no frame")
+    if num_bytes > max_bytes:
+        raise PeerLostError(f"the other end sends a frame of {num_bytes} bytes; at most {max_bytes} are taken here")
+    return num_bytes, kind
+
+
+def decode(kind: int, payload: bytes | bytearray) -> Message:
+    try:
+        message: Message = _DECODERS[kind].decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerLostError(f"the other end sends what is no {_TYPES[kind - 1].__name__}: {error!s:.200}") from error
+    return message
+
+
+def expected(message: Message, *kinds: type[M]) -> M:
+    """The message if it is one of these; otherwise the error that it tells, or PeerLostError."""
+    if isinstance(message, kinds):
+        return message
+    if isinstance(message, Failed):
+        raise from_wire(message.error, message.message)
+    names = " or ".join(kind.__name__ for kind in kinds)
+    raise PeerLostError(f"the other end answers {type(message).__name__} where {names} was to come")
+
+
+def failed(error: FastDeployRLError) -> Failed:
+    return Failed(type(error).__name__, wire_text(error)[:_MAX_MESSAGE])
+
+
+def check_read(ranges: Sequence[ByteRange]) -> None:
+    """ValueError where answering would take more memory or time than one Read may. Segments are not known here."""
+    if any(number < 0 or number >= _LIMIT for each in ranges for number in each):
+        raise ValueError("ranges that no segment has")
+    if sum(each.num_bytes for each in ranges) > MAX_READ_BYTES:
+        raise ValueError(f"more than {MAX_READ_BYTES} bytes in one request")
+    if sum(num_rows(each) for each in ranges) > MAX_ROWS:
+        raise ValueError(f"more than {MAX_ROWS} rows in one request")
+
+
+def num_rows(wanted: ByteRange) -> int:
+    """Runs of bytes without a gap."""
+    return 1 if wanted.stride == wanted.row_bytes else wanted.rows
+
+
+# --- secrets ----------------------------------------------------------------------------------------
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def client_proof(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """That a client knows the secret; of these two nonces, so that nothing heard before proves anything."""
+    return _proof(secret, b"fastdeploy_rl client", server_nonce, client_nonce)
+
+
+def server_proof(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """Under another label: a server cannot give a client's own proof back to it."""
+    return _proof(secret, b"fastdeploy_rl server", server_nonce, client_nonce)
+
+
+def _proof(secret: bytes, label: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(secret, label + server_nonce + client_nonce, hashlib.sha256)
+
+
+def is_proof(given: bytes, proof: bytes) -> bool:
+    return hmac.compare_digest(given, proof)

@@ -19,6 +19,7 @@ _Numbers = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
 _MAX_ROWS = 1 << 24
 """Of the ranges of one question: more would be asked for to take our memory."""
+_LIMIT = 2**62
 
 
 class Piece(NamedTuple):
@@ -40,8 +41,10 @@ class HeldBytes:
     def __init__(self, ranges: Sequence[ByteRange], segments: Sequence[Segment]) -> None:
         """`ranges`: what is held, and at which target offsets. ValueError for what is no range of the segments."""
         self._segments = segments
-        # One address space for all segments, a byte between each two: runs of different ones never touch.
-        self._bases = np.cumsum([0, *(each.num_bytes + 1 for each in segments)], dtype=np.int64)
+        if sum(each.num_bytes for each in segments) >= _LIMIT:
+            raise ValueError("segments that no memory has")
+        # One address space for all segments, one behind the other.
+        self._bases = np.cumsum([0, *(each.num_bytes for each in segments)], dtype=np.int64)
         rows = _rows(ranges, segments, self._bases)
         self._starts, self._stops, self._offsets = _disjoint(rows)
         is_apart = np.ones(len(self._starts), np.bool_)
@@ -176,7 +179,7 @@ def _check_ranges(table: _Numbers, segments: Sequence[Segment]) -> None:
     if table.min() < 0 or segment.max() >= len(segments):
         raise ValueError(f"ranges of segments that are not: the manifest has {len(segments)}")
     # Once in floating point, where nothing wraps around.
-    if (offset.astype(float) + count.astype(float) * np.maximum(stride, size)).max() >= 2**62:
+    if (offset.astype(float) + count.astype(float) * np.maximum(stride, size)).max() >= _LIMIT:
         raise ValueError("ranges that no memory has")
     if ((count > 1) & (stride < size)).any():
         raise ValueError("ranges whose rows overlap")

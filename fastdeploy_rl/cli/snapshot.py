@@ -1,6 +1,7 @@
 """`snapshot`: puts what is published on disk, once or each time, and lists what is there."""
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,10 +101,11 @@ def _follow(writer: "SnapshotWriter", options: argparse.Namespace) -> None:
             continue
         try:
             snapshot = _write(writer, options.deadline)
-        except NoPublicationError:
-            continue  # superseded, or taken back, before it could be leased
+            _print_snapshot(snapshot, as_json=options.json, is_one_of_many=True)
+        except NoPublicationError as error:
+            # Superseded, or taken back, before it could be leased; the next one comes, or has come.
+            print(f"version {latest.version} is passed over: {error}", file=sys.stderr)
         seen = latest
-        _print_snapshot(snapshot, as_json=options.json, is_one_of_many=True)
 
 
 def _print_snapshot(snapshot: "Snapshot | None", *, as_json: bool, is_one_of_many: bool = False) -> None:

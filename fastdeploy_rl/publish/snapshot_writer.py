@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -287,12 +287,12 @@ class _Job(NamedTuple):
 
 def _write_shards(directory: Path, shards: Sequence[Shard], job: _Job, check_wanted: Callable[[], None]) -> None:
     """Every shard, on the disk, and only bytes that are what the manifest says: ChecksumMismatchError otherwise."""
-    with closing(_Stream(job, check_wanted)) as stream:
-        for shard in shards:
-            with _new_file(directory / shard.file) as descriptor:
-                _write_all(descriptor, shard.header)
-                stream.write(descriptor, shard.entries)
-        stream.check_sums()
+    stream = _Stream(job, check_wanted)
+    for shard in shards:
+        with _new_file(directory / shard.file) as descriptor:
+            _write_all(descriptor, shard.header)
+            stream.write(descriptor, shard.entries)
+    stream.check_sums()
     with storing(directory):
         sync_directory(directory)
 
@@ -363,9 +363,6 @@ class _Stream:
                 f"{len(wrong)} tensors of version {self._job.version} are not what was published, first {wrong[0]!r}: "
                 "no snapshot of it is kept; publish again"
             )
-
-    def close(self) -> None:
-        self._chunk.close()
 
 
 @contextmanager

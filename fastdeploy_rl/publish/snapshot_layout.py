@@ -149,8 +149,8 @@ def _shard(entries: Sequence[Entry], number: int, count: int) -> Shard:
 
 
 def _own_alignment(num_bytes: int) -> int:
-    """The largest power of two up to 512 that divides it; 0 for 0, which comes last."""
-    return min(num_bytes & -num_bytes, ALIGNMENT)
+    """The largest power of two up to 512 that divides it; what is empty comes first, too."""
+    return min(num_bytes & -num_bytes or ALIGNMENT, ALIGNMENT)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

@@ -22,6 +22,8 @@ from bench_manager import manager_rows
 from bench_memory import memory_rows
 from bench_native import native_rows
 from bench_row import Row
+from bench_rsync import rsync_rows
+from bench_snapshot import snapshot_rows
 from bench_updates import update_rows
 from bench_words import word_rows
 from rich.console import Console
@@ -33,6 +35,8 @@ GROUPS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "native": lambda arguments: native_rows(arguments.runs),
     "laws": lambda arguments: law_rows(arguments.runs),
     "update": lambda arguments: update_rows(arguments.runs),
+    "rsync": lambda arguments: rsync_rows(arguments.runs, arguments.torch),
+    "snapshot": lambda arguments: snapshot_rows(arguments.runs, arguments.snapshot_dir),
     "wake-up": lambda arguments: word_rows(),
     "board": lambda arguments: board_rows(),
     "memory": lambda arguments: memory_rows(),
@@ -69,6 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--runs", type=int, default=7, choices=range(5, 1000), metavar="N", help="runs a median is of")
     parser.add_argument("--only", default="", choices=list(GROUPS), help="one group of rows")
+    parser.add_argument(
+        "--torch",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter that has torch and numpy, for the row beside gloo; default: the one that runs the benchmark",
+    )
+    parser.add_argument(
+        "--snapshot-dir",
+        type=Path,
+        metavar="DIR",
+        help="where snapshots are written for a while, 4 GB; default: where temporary files lie",
+    )
     parser.add_argument("--strict", action="store_true", help="exit code 1 where a target is missed")
     return parser
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from bench_row import Row, at_least, at_most, seconds_of
 from bench_rsync import mover
 from bench_updates import WARM_UP, Limits, numpy_engine, random_tensors
-from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
 
 from fastdeploy_rl.board.legacy import LegacySignal
 from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
 from fastdeploy_rl.update.client import BoardClient
 
 KEEP = 2

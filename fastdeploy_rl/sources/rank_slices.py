@@ -7,10 +7,12 @@ the model; rank r needs nothing but its own slices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import ZERO
 from fastdeploy_rl.coverage import MAX_LISTED_PROBLEMS, ParameterSpec
+from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CoverageError
 from fastdeploy_rl.manifest import Fused, Part, Run, Tensor
 from fastdeploy_rl.plan.planner import check_divisible
@@ -51,7 +53,7 @@ def join_slices(specs: Sequence[ParameterSpec], ranks: Sequence[Mapping[str, Sli
         listed = problems[:MAX_LISTED_PROBLEMS]
         more = [f"... and {len(problems) - len(listed)} more"] if len(problems) > len(listed) else []
         raise CoverageError("\n".join([f"{len(problems)} problems with what the ranks have:", *listed, *more]))
-    joined = [_joined(by_name[name], [slices[name] for slices in ranks]) for name in given]
+    joined = [join(by_name[name], [slices[name] for slices in ranks]) for name in given]
     return JoinedTensors(
         layout=f"tp:{len(ranks)}",
         tensors=tuple(tensor for tensor, _ in joined),
@@ -82,8 +84,30 @@ def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str
         yield f"{name}: the ranks have it as {', '.join(sorted(dtypes))}"
 
 
-def _joined(spec: ParameterSpec, slices: Sequence[Slice]) -> tuple[Tensor, list[Part]]:
-    """The tensor, and its twins where it is not cut."""
+class RowsInWhole(NamedTuple):
+    """Where a part's bytes lie in the whole tensor: `rows` rows of `row_bytes`, `stride` apart from `offset` on."""
+
+    rows: int
+    row_bytes: int
+    offset: int
+    stride: int
+
+
+def rows_in_whole(tensor: Tensor, part: Part) -> RowsInWhole:
+    """What the part's bytes, one row behind the other, are to the tensor's checksum. No rows where it has no bytes."""
+    if not tensor.part_bytes(part):
+        return RowsInWhole(0, 0, 0, 0)
+    if tensor.shard_axis is None:
+        return RowsInWhole(1, tensor.num_bytes, 0, tensor.num_bytes)
+    inner = prod(tensor.shape[tensor.shard_axis + 1 :]) * itemsize(tensor.dtype)
+    rows = prod(tensor.shape[: tensor.shard_axis])
+    return RowsInWhole(
+        rows, (part.stop - part.start) * inner, part.start * inner, tensor.shape[tensor.shard_axis] * inner
+    )
+
+
+def join(spec: ParameterSpec, slices: Sequence[Slice]) -> tuple[Tensor, list[Part]]:
+    """The tensor of slices that fit, and its twins where it is not cut."""
     shape, size = _published_shape(spec), 0
     if spec.shard_axis is None:
         first, *twins = (Part(piece.segment, piece.offset, 0, 0) for piece in slices)

@@ -18,6 +18,7 @@ import msgspec
 
 from fastdeploy_rl import config
 from fastdeploy_rl import manifest as manifests
+from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
     ChannelBusyError,
@@ -229,6 +230,7 @@ class _OpenVersion:
         self.leased = leased
         self.num_clients = 0
         self.sizes = [segment.num_bytes for segment in manifest.segments]
+        self.locators = tuple(segment.locator for segment in manifest.segments)
         self.mappings = leased.segments
 
 
@@ -240,6 +242,16 @@ class ShelvedLease:
         self._file_digest = file_digest
         self._version = version
         self._is_closed = False
+
+    @property
+    def segments(self) -> tuple[Mapping, ...]:
+        """As the manifest counts them."""
+        return self._version.mappings
+
+    @property
+    def locators(self) -> tuple[str, ...]:
+        """Their names in shared memory."""
+        return self._version.locators
 
     def runs(self, ranges: Sequence[ByteRange]) -> list[Run]:
         return [run for wanted in ranges for run in self._rows(joined(wanted))]
@@ -254,6 +266,10 @@ class ShelvedLease:
             raise ValueError(f"bytes up to {stop} of a segment of {self._version.sizes[wanted.segment]}")
         mapping, size = self._version.mappings[wanted.segment], wanted.row_bytes
         return [Run(mapping, wanted.offset + row * wanted.stride, size) for row in range(wanted.rows)]
+
+    def holdings(self) -> list[ByteRange]:
+        """Everything."""
+        return [ByteRange(number, 0, size, 1, size, 0) for number, size in enumerate(self._version.sizes)]
 
     def close(self) -> None:
         if not self._is_closed:

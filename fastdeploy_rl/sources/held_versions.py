@@ -48,7 +48,7 @@ class HeldReader:
         places = self._version.held.places(ranges)
         return [Run(self._version.mapping, offset, num_bytes) for offset, num_bytes in places]
 
-    def held(self) -> Sequence[ByteRange]:
+    def holdings(self) -> Sequence[ByteRange]:
         return self._version.ranges
 
     def close(self) -> None:

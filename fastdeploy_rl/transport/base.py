@@ -82,6 +82,10 @@ class ShelvedVersion(Protocol):
         here; ValueError for ranges outside the manifest's segments."""
         ...
 
+    def holdings(self) -> Sequence[ByteRange]:
+        """What `runs` gives; target offsets mean nothing."""
+        ...
+
     def close(self) -> None: ...
 
 

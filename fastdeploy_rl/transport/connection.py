@@ -121,6 +121,11 @@ class Connection:
         self._open_link.send(wire.Locate(), deadline_ns)
         return wire.expected(self._answer(wire.MAX_FRAME_BYTES, deadline_ns), wire.Places)
 
+    def holdings(self, deadline_ns: int) -> Sequence[ByteRange]:
+        """Which bytes of the held version the server has."""
+        self._open_link.send(wire.List(), deadline_ns)
+        return wire.expected(self._answer(wire.MAX_HOLDINGS_FRAME_BYTES, deadline_ns), wire.Holdings).ranges
+
     def read(self, ranges: Sequence[ByteRange], deadline_ns: int) -> None:
         """Of the held version; all their bytes are what comes next, by `receive_into`. NoPublicationError where the
         server lacks some: then none come."""

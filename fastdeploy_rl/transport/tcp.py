@@ -32,8 +32,9 @@ _NUM_ASKS = 3
 
 class TcpTransport:
     """`publisher`: who has every version; None where only peers are asked. `peers`: who may have what is wanted, and is
-    asked for bytes before the publisher, in this order. `secret`: what both ends must prove, None: none does.
-    `bucket_bytes`: how much one request asks for; the result does not depend on it."""
+    asked for bytes before the publisher, in this order; one that is lost is not asked again in that fetch. `secret`:
+    what both ends must prove, None: none does. `bucket_bytes`: how much one request asks for; the result does not
+    depend on it."""
 
     def __init__(
         self,
@@ -124,8 +125,7 @@ class TcpTransport:
         """As `Transport.fetch`. ValueError for ranges that leave the target."""
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceededError(f"no time left to fetch version {offer.version}")
-        servers = [*self._peers, *(() if self._publisher is None else (self._publisher,))]
-        desk = Desk(offer, ranges, self._bucket_bytes, servers, deadline_ns)
+        desk = Desk(offer, ranges, self._bucket_bytes, self._peers, self._publisher, deadline_ns)
         fetch = TcpFetch(desk, target, self._num_streams, self._secret, self._deadlines)
         fetch.start()
         self._fetches = [earlier for earlier in self._fetches if not earlier.is_closed] + [fetch]

@@ -46,8 +46,10 @@ class _StoppedError(Exception):
 class Source:
     """A server in one fetch. Its desk's lock guards it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, is_peer: bool) -> None:
+        """A peer may go at any time, and is not waited for."""
         self.server = server
+        self.is_peer = is_peer
         self.error: FastDeployRLError | None = None
         self.is_out = False
         self.num_failures = 0
@@ -62,14 +64,17 @@ class Desk:
         offer: Offer,
         ranges: Sequence[ByteRange],
         bucket_bytes: int,
-        servers: Sequence[Server],
+        peers: Sequence[Server],
+        publisher: Server | None,
         deadline_ns: int,
     ) -> None:
-        """`servers`: those that come first are asked first."""
+        """Peers are asked before the publisher, those that come first before the others."""
         self.offer = offer
         self.deadline_ns = deadline_ns
         self.num_bytes = 0
-        self._sources = [Source(server) for server in servers]
+        self._sources = [Source(server, is_peer=True) for server in peers]
+        if publisher is not None:
+            self._sources.append(Source(publisher, is_peer=False))
         self._buckets = buckets(ranges, bucket_bytes)
         self._left = [each.num_bytes for each in ranges]
         self._complete = [index for index, left in enumerate(self._left) if not left]
@@ -113,7 +118,10 @@ class Desk:
                 self._changed.wait((until_ns - now) / 1e9)
 
     def put_off(self, source: Source, error: FastDeployRLError, seconds: float) -> None:
-        """It failed after so long, and is asked again after a while that is longer than that."""
+        """It failed after so long, and is asked again after a while that is longer than that; a peer is not."""
+        if source.is_peer:
+            self.leave_out(source, error)
+            return
         with self._changed:
             source.error = error
             source.num_failures += 1

@@ -226,6 +226,8 @@ class _Connection:
                 self._reply(wire.Held())
             elif isinstance(request, wire.Locate):
                 self._reply(self._places())
+            elif isinstance(request, wire.List):
+                self._reply(self._holdings())
             else:
                 self._send(self._runs(wire.expected(request, wire.Read)))
         except PeerLostError:
@@ -259,6 +261,12 @@ class _Connection:
         if self._server.locate is None:
             raise NoPublicationError("this weight server serves over tcp alone")
         return self._server.locate(digest, version)
+
+    def _holdings(self) -> wire.Holdings:
+        ranges = self._holding()[1].holdings()
+        if len(ranges) > wire.MAX_HELD_RANGES:
+            raise NoPublicationError(f"{len(ranges)} ranges are held here, more than can be listed")
+        return wire.Holdings(tuple(ranges))
 
     def _runs(self, request: wire.Read) -> Sequence[Run]:
         try:

@@ -7,6 +7,7 @@
                        Hold{file_digest}  -> Held{}        the version stays until the connection ends, or another Hold
                        Read{ranges}       -> Data{num_bytes}, then that many bytes: the ranges, packed, in order
                        Locate{}           -> Places{session, addresses}   where the held version's segments lie
+                       List{}             -> Holdings{ranges}             which bytes of the held version are here
     server -> client   Failed{error, message}   in place of any answer
 
 A frame is its payload's length (u32, big endian), its kind (u8) and a msgpack map. Owns formats and bounds; knows no
@@ -35,6 +36,9 @@ MAX_FRAME_BYTES: Final = 1 << 20
 MAX_MANIFEST_FRAME_BYTES: Final = manifests.MAX_BYTES + 4096
 MAX_RANGES: Final = 1024
 """Of one Read."""
+MAX_HELD_RANGES: Final = 1 << 20
+"""That a server lists."""
+MAX_HOLDINGS_FRAME_BYTES: Final = MAX_HELD_RANGES * 64
 MAX_ROWS: Final = 1 << 16
 """Of all ranges of one Read, those without gaps counted as one."""
 MAX_READ_BYTES: Final = 1 << 30
@@ -118,6 +122,16 @@ class Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=manifests.MAX_SEGMENTS)]
 
 
+class List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Holdings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Target offsets mean nothing."""
+
+    ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=MAX_HELD_RANGES)]
+
+
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`error`: name of a class of the tree."""
 
@@ -125,10 +139,26 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: _Text
 
 
-Message = ServerHello | ClientHello | Welcome | Ask | Offered | Hold | Held | Read | Data | Locate | Places | Failed
+Message = (
+    ServerHello
+    | ClientHello
+    | Welcome
+    | Ask
+    | Offered
+    | Hold
+    | Held
+    | Read
+    | Data
+    | Locate
+    | Places
+    | Failed
+    | List
+    | Holdings
+)
 M = TypeVar("M", bound=Message)
 _TYPES: tuple[type[Message], ...] = (
     *(ServerHello, ClientHello, Welcome, Ask, Offered, Hold, Held, Read, Data, Locate, Places, Failed),
+    *(List, Holdings),
 )
 _KINDS = {kind: number for number, kind in enumerate(_TYPES, 1)}
 _DECODERS = {number: msgspec.msgpack.Decoder(kind) for kind, number in _KINDS.items()}

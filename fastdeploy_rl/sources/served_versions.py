@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.sources.held_versions import HeldVersions
+from fastdeploy_rl.transport.address import parse_address
 from fastdeploy_rl.transport.base import ByteRange, Offer, Shelf
 from fastdeploy_rl.transport.tcp_server import TcpServer
 
@@ -38,3 +39,11 @@ class ServedVersions:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def served_at(address: str, rank: int, num_ranks: int, secret: bytes | None) -> ServedVersions:
+    """Rank `rank` of `num_ranks` of the engine whose rank 0 listens at `address` (`host:port`)."""
+    host, port = parse_address(address)
+    return ServedVersions(
+        lambda shelf: TcpServer(shelf, host, port + rank, secret=secret, rank=rank, num_ranks=num_ranks)
+    )

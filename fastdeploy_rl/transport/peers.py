@@ -26,6 +26,8 @@ from fastdeploy_rl.version import WeightVersion
 _logger = logging.getLogger(__name__)
 _PATIENCE_S = 3.0
 """For an answer, while somebody else can be asked."""
+_MAX_RANKS = 1024
+"""Of one engine, however many it says it has."""
 _FAILURES = (WorldError, TrainerError, AuthenticationError)
 
 
@@ -74,7 +76,7 @@ class PeerEngine:
             num_ranks = self.rank(self._own_rank).num_ranks(deadline_ns=deadline_ns)
         except PeerLostError:
             num_ranks = self.rank(0).num_ranks(deadline_ns=deadline_ns)
-        return [number for number in range(num_ranks) if number != self._own_rank]
+        return [number for number in range(min(num_ranks, _MAX_RANKS)) if number != self._own_rank]
 
     def open_ranks(self) -> list[PeerRank]:
         with self._lock:

@@ -78,6 +78,11 @@ class WeightServer:
         """`host:port` that it listens on."""
         return self._server.address
 
+    @property
+    def num_payload_bytes(self) -> int:
+        """Bytes of tensors that were sent since it was made: what engines took from this trainer."""
+        return self._server.num_payload_bytes
+
     def start(self) -> None:
         """Makes the channel's directory where there is none. ChannelBusyError where another server of it is alive,
         ConfigurationError where the address cannot be listened on."""

@@ -76,6 +76,7 @@ class TcpServer:
         self._connections: set[_Connection] = set()
         self._lock = threading.Lock()
         self._is_ending = threading.Event()
+        self._num_payload_bytes = 0
 
     @property
     def address(self) -> str:
@@ -161,6 +162,15 @@ class TcpServer:
     def forget(self, connection: "_Connection") -> None:
         with self._lock:
             self._connections.discard(connection)
+
+    @property
+    def num_payload_bytes(self) -> int:
+        """Bytes of tensors in all answers since it was made, also in those that were cut short."""
+        return self._num_payload_bytes
+
+    def count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_payload_bytes += num_bytes
 
 
 class _Connection:
@@ -284,11 +294,13 @@ class _Connection:
         return self._held
 
     def _send(self, runs: Sequence[Run]) -> None:
-        header = wire.encode(wire.Data(sum(run.num_bytes for run in runs)))
+        num_bytes = sum(run.num_bytes for run in runs)
+        header = wire.encode(wire.Data(num_bytes))
         with self._reading:
             if self._is_withdrawn:
                 raise ConnectionAbortedError("the version was withdrawn")
             with _views(runs) as views:
+                self._server.count(num_bytes)  # before its client can have them
                 deadline_ns, stall_ns = _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s)
                 self._link.send_buffers([memoryview(header), *views], deadline_ns, stall_ns)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
     from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter as SnapshotWriter
+    from fastdeploy_rl.publish.weight_server import WeightServer as WeightServer
     from fastdeploy_rl.version import WeightVersion as WeightVersion
 
 _EXPORTS = {
@@ -20,6 +21,7 @@ _EXPORTS = {
     "EngineController": "fastdeploy_rl.control.controller",
     "SnapshotWriter": "fastdeploy_rl.publish.snapshot_writer",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
+    "WeightServer": "fastdeploy_rl.publish.weight_server",
     "WeightVersion": "fastdeploy_rl.version",
 }
 
@@ -29,6 +31,7 @@ __all__ = [
     "EngineController",
     "SnapshotWriter",
     "WeightPublisher",
+    "WeightServer",
     "WeightVersion",
 ]
 

@@ -17,6 +17,7 @@ from fastdeploy_rl.cli import (
     receipt,
     retire,
     serve,
+    serve_weights,
     snapshot,
     status,
     update,
@@ -24,7 +25,10 @@ from fastdeploy_rl.cli import (
 from fastdeploy_rl.cli.options import one_line
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError
 
-VERBS = (serve, publish, snapshot, plan, retire, update, clear, status, receipt, generate, chat, history, doctor)
+VERBS = (
+    *(serve, publish, serve_weights, snapshot, plan, retire),
+    *(update, clear, status, receipt, generate, chat, history, doctor),
+)
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 
 

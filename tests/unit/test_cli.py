@@ -16,7 +16,7 @@ from fastdeploy_rl.cli.options import engine_address, one_line, port, positive, 
 from fastdeploy_rl.control.openai_schema import MAX_BODY_BYTES
 from fastdeploy_rl.errors import NotServingError
 
-VERBS = [verb.__name__.rpartition(".")[2] for verb in dispatch.VERBS]
+VERBS = [verb.__name__.rpartition(".")[2].replace("_", "-") for verb in dispatch.VERBS]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -43,6 +43,7 @@ IN_A_LOOP = "one turn of a loop that looks at its deadline"
 NEVER_WAITS = "only looks: it answers at once"
 ENDED = "of a task or future that has ended"
 OWNER_LOCK = "an OwnerLock gives up after Deadlines.lock_s"
+SOCKET_TIME = "the kernel keeps its time: SO_SNDTIMEO or SO_RCVTIMEO, set just before"
 LIFE = "a watch that lasts as long as what it watches: the wait is what this process is for"
 SPOKEN = {
     ("board/board.py", "lock.acquire()"): OWNER_LOCK,
@@ -88,7 +89,19 @@ SPOKEN = {
     ("memory/owner_lock.py", "self.acquire()"): OWNER_LOCK,
     ("memory/owner_lock.py", "time.sleep(_SWEEP_POLL_S)"): IN_A_LOOP,
     ("publish/leases.py", "self._lock.acquire()"): OWNER_LOCK,
+    ("publish/weight_server.py", "threading.Lock()"): "held while segments are mapped, never across a wait",
     ("testing/faulty_source.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("transport/connection.py", "link.connect(place, deadline_ns)"): SOCKET_TIME,
+    ("transport/connection.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("transport/link.py", "self._socket.connect(place)"): SOCKET_TIME,
+    ("transport/link.py", "self._socket.recv_into(target, len(target), socket.MSG_WAITALL)"): SOCKET_TIME,
+    ("transport/link.py", "threading.Lock()"): HELD_BRIEFLY,
+    (
+        "transport/tcp_fetch.py",
+        "threading.Condition()",
+    ): "held briefly; whoever waits for its news does so with a deadline",
+    ("transport/tcp_server.py", "listener.accept()"): "as long as the server lives; its close ends it",
+    ("transport/tcp_server.py", "threading.Lock()"): "held briefly, or for one answer, which has a deadline",
     ("update/client.py", "threading.Lock()"): HELD_BRIEFLY,
     ("update/engine_state.py", "threading.RLock()"): HELD_BRIEFLY,
     ("update/history.py", "time.sleep(_LOOK_AGAIN_S)"): IN_A_LOOP,

@@ -16,7 +16,7 @@ from fastdeploy_rl.coverage import Coverage
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = docs_tables.pages()
-VERB_NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+VERB_NAMES = [verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS]
 
 
 def rows_of(page: str) -> list[list[str]]:

@@ -134,9 +134,10 @@ class ServedEngine:
         if error is None and self._child.returncode:
             raise RuntimeError(f"serve ended with {self._child.returncode}: {self.logs()}")
 
-    def await_ready(self) -> None:
-        self.await_event("ready")
+    def await_ready(self) -> dict[str, Any]:
+        event = self.await_event("ready")
         self.control = self._stack.enter_context(EngineController(self.board_port))
+        return event
 
     def await_event(self, name: str) -> dict[str, Any]:
         """The next line of `serve` that tells of it."""

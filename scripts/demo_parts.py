@@ -109,7 +109,9 @@ class JsonProcess:
 class Engine:
     """`fastdeploy-rl serve` as a process, asked over HTTP."""
 
-    def __init__(self, model_dir: Path, num_ranks: int, channel: Path, log_dir: Path) -> None:
+    def __init__(
+        self, model_dir: Path, num_ranks: int, channel: Path, log_dir: Path, load_strategy: str = "ipc"
+    ) -> None:
         self.port, self.board_port = free_port(), free_port()
         self.weight_bytes: list[int] = []
         self._process = JsonProcess(
@@ -118,7 +120,7 @@ class Engine:
                 "--json",
                 *("--model", str(model_dir)),
                 *("--tensor-parallel-size", str(num_ranks)),
-                *("--load-strategy", "ipc"),
+                *("--load-strategy", load_strategy),
                 *("--ipc-dir", str(channel)),
                 *("--port", str(self.port)),
                 *("--engine-worker-queue-port", str(self.board_port)),

@@ -24,6 +24,12 @@ CYCLES = 3
 COLD_TOKENS = 64
 CLEARED_SHARE = 0.9
 OUT_DIR = Path("build/demo")
+TAKEN_OVER = {
+    "ipc": "every parameter is the published memory itself",
+    "ipc_snapshot": "every parameter was copied once, out of the mapped files into the rank's own memory",
+    "rsync": "every parameter lies where its bytes were received",
+}
+"""What an update does with the bytes, by load strategy."""
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Story:
     console: Console
     engine: Engine
     trainer: JsonProcess
+    load_strategy: str
     question: str = ""
     max_steps: int = 0
     broken_names: list[str] = field(default_factory=list)
@@ -91,8 +98,15 @@ def part_train(story: Story) -> Json:
     story.promise(losses[-1] < losses[0], f"the loss falls: {', '.join(f'{loss:.3f}' for loss in losses)}")
     published = story.trainer.ask(do="publish")
     story.say(f"published version {published['version']}, cut for {RANKS} ranks, in {published['seconds']:.2f} s")
-    story.row("publish", published["version"], published["seconds"], published["num_bytes"], "published")
+    _row_of_publication(story, published)
     return published
+
+
+def _row_of_publication(story: Story, published: Json) -> None:
+    story.row("publish", published["version"], published["seconds"], published["num_bytes"], "published")
+    if seconds := published["snapshot_seconds"]:
+        story.say(f"its snapshot was on disk {seconds:.2f} s later")
+        story.row("snapshot", published["version"], seconds, published["num_bytes"], "on disk")
 
 
 def _train(story: Story) -> list[float]:
@@ -117,9 +131,10 @@ def part_update(story: Story, published: Json) -> None:
     story.row("update", report["version"], report["seconds"], aliased + copied, report["outcome"])
     story.say(f"the trainer wrote the signal; {report['seconds']:.3f} s later all ranks were over, "
               f"{report['stall_seconds'] * 1e3:.1f} ms of it without decoding")  # fmt: skip
+    expected, unexpected = (copied, aliased) if story.load_strategy == "ipc_snapshot" else (aliased, copied)
     story.promise(
-        copied == 0 and aliased > 0,
-        f"every parameter is the published memory itself: {aliased:,} bytes aliased, {copied} copied",
+        unexpected == 0 and expected > 0,
+        f"{TAKEN_OVER[story.load_strategy]}: {aliased:,} bytes aliased, {copied:,} copied",
     )
     story.summary["answer_after"] = story.ask()
     story.promise(story.summary["answer_after"] != story.summary["answer_before"], "the answer changed")
@@ -181,7 +196,7 @@ def part_clear(story: Story) -> None:
             _check_refusal(story)
             good = story.trainer.ask(do="publish")  # the broken one is still the newest
             story.say(f"published the trainer's weights again, as version {good['version']}")
-            story.row("publish", good["version"], good["seconds"], good["num_bytes"], "published")
+            _row_of_publication(story, good)
         report = story.engine.command("update")
         story.row("update", report["version"], report["seconds"], sum(story.engine.weight_bytes), report["outcome"])
     story.summary["cleared_bytes"] = cleared
@@ -224,18 +239,20 @@ def _log_dir(name: str) -> Path:
     return directory
 
 
-def tell(console: Console, model_dir: Path) -> int:
+def tell(console: Console, model_dir: Path, load_strategy: str) -> int:
     begun = time.monotonic()
     with ExitStack() as stack:
-        engine = Engine(model_dir, RANKS, OUT_DIR / "channel", _log_dir("engine"))
+        # Gigabytes that nobody needs afterwards.
+        stack.callback(shutil.rmtree, OUT_DIR / "channel" / "snapshots", ignore_errors=True)
+        engine = Engine(model_dir, RANKS, OUT_DIR / "channel", _log_dir("engine"), load_strategy)
         stack.callback(engine.stop)
         script = Path(__file__).with_name("demo_trainer.py")
         trainer = JsonProcess(
-            [sys.executable, str(script), str(model_dir), str(OUT_DIR / "channel"), str(RANKS)],
+            [sys.executable, str(script), str(model_dir), str(OUT_DIR / "channel"), str(RANKS), load_strategy],
             OUT_DIR / "log" / "trainer",
         )
         stack.callback(trainer.stop)
-        story = Story(console, engine, trainer)
+        story = Story(console, engine, trainer, load_strategy, summary={"load_strategy": load_strategy})
         part_start(story)
         part_update(story, part_train(story))
         part_reject(story)
@@ -263,12 +280,18 @@ def main() -> int:
         required=True,
         help="Hugging Face directory of the model; `scripts/demo` names scripts/make_model's",
     )
+    parser.add_argument(
+        "--load-strategy",
+        choices=sorted(TAKEN_OVER),
+        default="ipc",
+        help="how weights get into the engine: shared memory, snapshot files or TCP",
+    )
     options = parser.parse_args()
     shutil.rmtree(OUT_DIR, ignore_errors=True)
     OUT_DIR.mkdir(parents=True)
     console = Console(highlight=False)
     try:
-        return tell(console, options.model)
+        return tell(console, options.model, options.load_strategy)
     except DemoError as error:
         console.print(f"[bold red]demo: error:[/] {error}")
         return 1

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -25,6 +27,8 @@ from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint, save_checkpoin
 from fastdeploy_rl.engines.embedded.model_config import EMBEDDING, HEAD, read_json
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
 from fastdeploy_rl.errors import FastDeployRLError
+from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
+from fastdeploy_rl.publish.weight_server import WeightServer
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Lyon.<|im_end|>"
@@ -56,9 +60,10 @@ class Conversation(NamedTuple):
 
 
 class Trainer:
-    """The model, its optimizer and the channel it publishes on."""
+    """The model, its optimizer and the channel it publishes on. What it publishes is also written out as a snapshot, or
+    served, where the engine's load strategy wants that."""
 
-    def __init__(self, model_dir: Path, channel: Path, num_ranks: int) -> None:
+    def __init__(self, model_dir: Path, channel: Path, num_ranks: int, load_strategy: str) -> None:
         self._model_dir = model_dir
         self._layout = f"tp:{num_ranks}"
         self._model = load_model(model_dir)
@@ -66,6 +71,9 @@ class Trainer:
         self._conversation = make_conversation(Tokenizer.open(model_dir))
         self._num_steps = 0
         self._publisher = WeightPublisher(channel)
+        self._snapshots = SnapshotWriter(channel) if load_strategy == "ipc_snapshot" else None
+        self._server = WeightServer(channel) if load_strategy == "rsync" else None
+        self._open = ExitStack()
 
     def obey(self, command: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Carries one command out; yields what is worth telling."""
@@ -85,10 +93,12 @@ class Trainer:
                 raise ValueError(f"unknown command {other!r}")
 
     def start(self) -> None:
-        self._publisher.start()
+        for part in (self._publisher, self._snapshots, self._server):
+            if part is not None:
+                self._open.enter_context(part)
 
     def close(self) -> None:
-        self._publisher.close()
+        self._open.close()
 
     def _train(self) -> Iterator[dict[str, Any]]:
         """Steps until the model itself would give the new answer; the last loss is of the weights that do."""
@@ -113,11 +123,16 @@ class Trainer:
     def _publish(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         published = self._publisher.publish(state_dict, step=self._num_steps, layout=self._layout)
         self._num_steps += 1  # a version is published once; what comes next is a later one
+        started = time.perf_counter()
+        if self._snapshots is not None:
+            self._snapshots.write(published)
+            self._snapshots.wait()
         return {
             "event": "published",
             "version": str(published.version),
             "num_bytes": published.num_bytes,
             "seconds": published.seconds,
+            "snapshot_seconds": time.perf_counter() - started if self._snapshots else 0.0,
             "content_digest": published.manifest.content_digest,
         }
 
@@ -172,13 +187,13 @@ def take_stdout() -> TextIO:
 
 
 def main() -> None:
-    model_dir, channel, num_ranks = sys.argv[1:]
+    model_dir, channel, num_ranks, load_strategy = sys.argv[1:]
     lines = take_stdout()
 
     def say(message: Mapping[str, Any]) -> None:
         lines.write(json.dumps(message) + "\n")
 
-    trainer = Trainer(Path(model_dir), Path(channel), int(num_ranks))
+    trainer = Trainer(Path(model_dir), Path(channel), int(num_ranks), load_strategy)
     trainer.start()
     try:
         say(

@@ -4,8 +4,12 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastdeploy_rl.cli.options import Verbs, add_channel, add_json, add_verb, port, print_fields, print_line
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
 
 _EXAMPLES = """\
   fastdeploy-rl serve-weights                        # to engines on this machine: serve --load-strategy rsync
@@ -36,8 +40,31 @@ def add_parser(verbs: Verbs) -> None:
         metavar="FILE",
         help="16 bytes or more, which both ends prove and neither sends; only its owner may read the file",
     )
+    _add_mooncake(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _add_mooncake(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Mooncake (engines with transport mooncake; needs the extra rdma)")
+    group.add_argument(
+        "--mooncake",
+        choices=("tcp", "rdma"),
+        default=None,
+        help="let engines pull by Mooncake's TransferEngine as well; tcp listens on every interface, without a secret",
+    )
+    group.add_argument("--mooncake-device", default="", metavar="NAMES", help="HCAs for rdma (default: all)")
+    group.add_argument(
+        "--mooncake-host", default="127.0.0.1", metavar="ADDRESS", help="this machine, as engines reach it"
+    )
+
+
+def _mooncake(options: argparse.Namespace) -> "MooncakeSettings | None":
+    from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
+
+    if options.mooncake is None:
+        return None
+    return MooncakeSettings(options.mooncake, options.mooncake_device, options.mooncake_host)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +72,9 @@ def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.transport.secret import read_secret
 
     secret = None if options.secret_file is None else read_secret(options.secret_file)
-    server = WeightServer(options.ipc_dir, host=options.host, port=options.port, secret=secret)
+    server = WeightServer(
+        options.ipc_dir, host=options.host, port=options.port, secret=secret, mooncake=_mooncake(options)
+    )
     # Blocked from here on, in the server's threads too: then whenever one comes, the wait below ends, and nothing else.
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:

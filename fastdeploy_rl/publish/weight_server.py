@@ -36,7 +36,9 @@ from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.transport.address import Address, parse_address
 from fastdeploy_rl.transport.base import ByteRange, Run
 from fastdeploy_rl.transport.buckets import joined
-from fastdeploy_rl.transport.tcp_server import Locate, TcpServer
+from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
+from fastdeploy_rl.transport.mooncake_exporter import ExportingShelf, MooncakeExporter
+from fastdeploy_rl.transport.tcp_server import TcpServer
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class _Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightServer:
     """Serves a channel; use it in a `with`, before or after its publisher starts. `channel`: None for the default one.
     `host` other than a loopback address: give a `secret` (16 bytes at least), or whoever reaches the port may read.
-    `locate`: as `TcpServer`."""
+    `mooncake`: lets engines pull by Mooncake's TransferEngine too; None: over tcp alone. ConfigurationError where that
+    cannot work here."""
 
     def __init__(
         self,
@@ -65,12 +68,21 @@ class WeightServer:
         host: str = "127.0.0.1",
         port: int = 0,
         secret: bytes | None = None,
-        locate: Locate | None = None,
+        mooncake: MooncakeSettings | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         self.channel = Channel(config.default_channel() if channel is None else channel)
         self._shelf = ChannelShelf(self.channel, deadlines or Deadlines())
-        self._server = TcpServer(self._shelf, host, port, secret=secret, locate=locate, deadlines=deadlines)
+        self._exporter = None if mooncake is None else MooncakeExporter.open(mooncake)
+        exporting = None if self._exporter is None else ExportingShelf(self._shelf, self._exporter)
+        self._server = TcpServer(
+            exporting or self._shelf,
+            host,
+            port,
+            secret=secret,
+            locate=None if exporting is None else exporting.locate,
+            deadlines=deadlines,
+        )
         self._resources = ExitStack()
 
     @property
@@ -90,6 +102,8 @@ class WeightServer:
         with ExitStack() as stack:
             stack.callback(_locked(self.channel).release)
             stack.callback(self._shelf.close)
+            if self._exporter is not None:
+                stack.callback(self._exporter.close)
             stack.enter_context(self._server)
             notice = _Notice(_reachable(self.address))
             self.channel.replace(_SERVER, msgspec.json.encode(notice))

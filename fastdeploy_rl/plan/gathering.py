@@ -94,9 +94,8 @@ def _lands_whole(parameter: PlannedParameter) -> bool:
         if region.kind is RegionKind.READ:
             is_read_first = True
             continue
-        is_packed = region.rows == 1 or region.target_stride == region.row_bytes
         is_as_published = region.kind is RegionKind.COPY and region.cast == "none" and not region.transpose_item
-        if is_read_first or not is_as_published or not is_packed or region.target_offset != filled:
+        if is_read_first or not is_as_published or region.target_offset != filled:
             return False
         filled += region.rows * region.row_bytes
     return filled == parameter.num_bytes

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.transport.address import parse_address
 
 MAX_BYTES = 64 << 10
 """Of the JSON text."""
 _MAX_PEERS = 256
 _MAX_TEXT = 4096
-_MAX_PORT = 65535
-_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253})):([0-9]{1,5})", re.ASCII)
 # What would make one line of a message or a log two.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -108,16 +107,6 @@ class CheckpointTransferConfig(
 RsyncConfig: TypeAlias = TcpConfig | MooncakeConfig | CheckpointTransferConfig
 
 
-class Address(NamedTuple):
-    """`host` is a name or an IP address, IPv6 without brackets."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
 def parse_rsync_config(text: str) -> RsyncConfig:
     """Empty text is an empty object: `tcp` with its defaults. ConfigurationError, naming the key, for what the schema
     does not allow."""
@@ -133,22 +122,14 @@ def parse_rsync_config(text: str) -> RsyncConfig:
     return config
 
 
-def parse_address(text: str, *, what: str = "address") -> Address:
-    """`host:port`, `1.2.3.4:port` or `[::1]:port`. ConfigurationError, with `what` it is, for other text."""
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        raise ConfigurationError(f"{what}: {text!r:.120} is no address; write host:port, or [::1]:port for IPv6")
-    if int(match[3]) > _MAX_PORT:
-        raise ConfigurationError(f"{what}: {match[3]} is no port; the largest is {_MAX_PORT}")
-    return Address(match[1] or match[2], int(match[3]))
-
-
 def _check_addresses(config: TcpConfig | MooncakeConfig) -> None:
-    named = [("address", config.address), ("serve", config.serve)]
+    named = [(key, text) for key, text in (("address", config.address), ("serve", config.serve)) if text]
     named += [(f"peers[{number}]", peer) for number, peer in enumerate(config.peers)]
     for key, text in named:
-        if (text or key.startswith("peers")) and not parse_address(text, what=f"--rsync-config: {key}").port:
-            raise ConfigurationError(f"--rsync-config: {key}: port 0 leads nowhere; name the port")
+        try:
+            parse_address(text)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--rsync-config: {key}: {error}") from error
     for key, text in (("secret_file", config.secret_file), *_texts(config)):
         if _CONTROL.search(text):
             raise ConfigurationError(f"--rsync-config: {key}: control characters are not allowed")

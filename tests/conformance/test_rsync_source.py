@@ -1,5 +1,6 @@
 """The `rsync` source: the common suite, and what only fetching has, over a transport that delivers at its worst."""
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -8,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_transport import Delivery, MemoryTransport
-from source_suite import SourceSuite, plan_of, soon, weights
+from source_suite import SourceSuite, arrived, assert_staged, plan_of, soon, weights
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import (
+    AuthenticationError,
+    ConfigurationError,
     DeadlineExceededError,
     NoPublicationError,
     PeerLostError,
@@ -24,7 +27,9 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.publisher import WeightPublisher
-from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource
+from fastdeploy_rl.publish.weight_server import WeightServer
+from fastdeploy_rl.sources import registry
+from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_arriving, transfer_planned
@@ -64,9 +69,24 @@ def source(transport: MemoryTransport, channel: Path) -> Iterator[FetchingSource
 class TestFetchingSource(SourceSuite):
     OWNS_MEMORY = True
 
-    @pytest.fixture(params=DELIVERIES.values(), ids=DELIVERIES)
+    @pytest.fixture(params=list(DELIVERIES.values())[:2], ids=list(DELIVERIES)[:2])
     def transport(self, request: pytest.FixtureRequest, channel: Path) -> MemoryTransport:
         return MemoryTransport(channel, request.param)
+
+
+class TestRsyncSource(SourceSuite):
+    """Over sockets, from the server that the channel names."""
+
+    OWNS_MEMORY = True
+
+    @pytest.fixture(params=[{}, {"num_streams": 5, "bucket_bytes": 7}], ids=["as usual", "tiny buckets"])
+    def source(
+        self, request: pytest.FixtureRequest, channel: Path, publisher: WeightPublisher
+    ) -> Iterator[WeightSource]:
+        with WeightServer(channel):
+            source = registry.create("rsync", SourceConfig(channel, rsync_config=json.dumps(request.param)))
+            yield source
+            source.close()
 
 
 # --- what comes, and when
@@ -239,6 +259,17 @@ def test_what_stops_halfway_at_the_deadline_says_how_much_is_missing(
     staged.release()
 
 
+def test_what_is_all_there_is_no_error_though_the_deadline_has_passed(
+    source: FetchingSource, transport: MemoryTransport, publisher: WeightPublisher
+) -> None:
+    publisher.publish(weights(1), step=1)
+    transport.delivery = Delivery(batch=1 << 20)
+    _, staged = stage(source)
+    given = [p.name for batch in staged.arrivals(deadline_ns=time.monotonic_ns()) for p in batch]
+    assert sorted(given) == sorted(weights(1))
+    staged.release()
+
+
 def test_what_is_released_while_it_comes_is_not_written_any_more(
     source: FetchingSource, transport: MemoryTransport, publisher: WeightPublisher
 ) -> None:
@@ -274,7 +305,9 @@ def test_a_third_version_finds_no_room_and_harms_neither_of_the_two(
     source: FetchingSource, publisher: WeightPublisher
 ) -> None:
     publisher.publish(weights(1), step=1)
-    both = [stage(source), stage(source)]
+    plan = plan_of(source.resolve(None, deadline_ns=soon()).manifest)
+    both = [stage(source, plan), stage(source, plan)]
+    assert both[0][1].plan is both[1][1].plan
     found = [taken_in(*each) for each in both]
     with pytest.raises(SegmentError, match="both arenas are in use"):
         stage(source)
@@ -495,3 +528,60 @@ def test_what_did_not_come_is_given_to_nobody(
         list(staged.arrivals(deadline_ns=soon()))
     source.close()
     assert [event for event in holder.events if event.startswith("hold")] == []
+
+
+# --- by its name
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"adress": "a:1"}', "unknown field `adress`"),
+        ("{", "--rsync-config"),
+        ('{"secret_file": "/nowhere/secret"}', "secret file /nowhere/secret: No such file"),
+        ('{"transport": "checkpoint_transfer"}', "checkpoint_transfer"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_anything_is_opened(channel: Path, config: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        registry.create("rsync", SourceConfig(channel, rsync_config=config))
+    assert not channel.exists()
+
+
+def test_an_engine_may_look_before_there_is_a_server_and_finds_it_again_at_another_port(channel: Path) -> None:
+    source = registry.create("rsync", SourceConfig(channel))
+    with pytest.raises(PeerLostError, match="no weight server"):
+        source.resolve(None, deadline_ns=soon())
+    assert not channel.exists()
+    with WeightPublisher(channel) as publisher:
+        publisher.publish(weights(1), step=1)
+        addresses = set()
+        for _ in range(2):
+            with WeightServer(channel) as server:
+                addresses.add(server.address)
+                resolved = source.resolve(None, deadline_ns=soon())
+                staged = arrived(source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon()))
+                assert_staged(resolved.manifest, staged, weights(1))
+                staged.release()
+        assert len(addresses) == 2
+    source.close()
+
+
+def test_a_server_is_reached_by_address_and_secret(channel: Path, publisher: WeightPublisher, tmp_path: Path) -> None:
+    publisher.publish(weights(1), step=1)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef\n")
+    secret.chmod(0o600)
+    with WeightServer(channel, secret=b"0123456789abcdef") as server:
+        elsewhere = SourceConfig(
+            tmp_path / "elsewhere", rsync_config=json.dumps({"address": server.address, "secret_file": str(secret)})
+        )
+        source = registry.create("rsync", elsewhere)
+        resolved = source.resolve(None, deadline_ns=soon())
+        staged = arrived(source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon()))
+        assert_staged(resolved.manifest, staged, weights(1))
+        source.close()
+        without = registry.create("rsync", SourceConfig(channel))
+        with pytest.raises(AuthenticationError):
+            without.resolve(None, deadline_ns=soon())
+        without.close()

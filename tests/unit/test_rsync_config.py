@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.sources.rsync_config import (
     MAX_BYTES,
-    Address,
     CheckpointTransferConfig,
     MooncakeConfig,
     TcpConfig,
     options,
-    parse_address,
     parse_rsync_config,
 )
 
@@ -59,11 +57,11 @@ def test_every_key_is_taken_as_it_was_written() -> None:
         ('{"transport": "mooncake", "protocol": "tpc"}', r"\$.protocol"),
         ('{"transport": "checkpoint_transfer", "api": ""}', r"\$.api"),
         ('{"peers": "a:1"}', r"\$.peers"),
-        ('{"address": "trainer"}', "address: 'trainer' is no address"),
-        ('{"address": "::1:9000"}', "address: '::1:9000' is no address"),
-        ('{"peers": ["a:1", ""]}', r"peers\[1\]: '' is no address"),
-        ('{"serve": "0.0.0.0:0"}', "serve: port 0 leads nowhere"),
-        ('{"serve": "0.0.0.0:65536"}', "serve: 65536 is no port"),
+        ('{"address": "trainer"}', "address: an address is host:port .* got 'trainer'"),
+        ('{"address": "::1:9000"}', "address: .* got '::1:9000'"),
+        ('{"peers": ["a:1", ""]}', r"peers\[1\]: .* got ''"),
+        ('{"serve": "0.0.0.0:0"}', "serve: .* got '0.0.0.0:0'"),
+        ('{"serve": "0.0.0.0:65536"}', "serve: .* got '0.0.0.0:65536'"),
         ('{"secret_file": "a\\nb"}', "secret_file: control characters"),
         ('{"transport": "mooncake", "device_name": "a\\u2028b"}', "device_name: control characters"),
         ("[]", "Expected `object`"),
@@ -91,29 +89,6 @@ def test_any_text_is_a_config_or_a_configuration_error(text: str) -> None:
     except ConfigurationError:
         return
     assert isinstance(json.loads(text or "{}"), dict)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("127.0.0.1:80", Address("127.0.0.1", 80)),
-        ("trainer-0.cluster_a:65535", Address("trainer-0.cluster_a", 65535)),
-        ("[::1]:9000", Address("::1", 9000)),
-        ("localhost:0", Address("localhost", 0)),
-    ],
-)
-def test_an_address_has_a_host_and_a_port_and_one_text(text: str, address: Address) -> None:
-    assert parse_address(text) == address
-    assert str(address) == text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", ":1", "a:", "a", "a:b", "a:-1", "a:1 ", "a b:1", "[::1]", "[x]:1", "a:123456", "a:\u0661", "a/b:1", "a:1\n"],
-)
-def test_other_text_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"peer 3: .* is no address"):
-        parse_address(text, what="peer 3")
 
 
 def test_every_key_is_documented_with_its_default_and_bounds() -> None:

@@ -270,7 +270,7 @@ def test_the_reference_implementation_reads_every_shard(
     snapshot = publisher.publish(weights(4), step=1, layout=layout)
     found: dict[str, dict[str, Any]] = {}
     for segment in snapshot.manifest.segments:
-        found |= dict(deserialize((snapshot.path / segment.locator).read_bytes()))
+        found |= dict(deserialize((snapshot.path / segment.locator).read_bytes()))  # type: ignore[no-untyped-call]
     for tensor in snapshot.manifest.tensors:
         names = [tensor.name] if len(tensor.parts) == 1 else [f"{tensor.name}#{p.start}-{p.stop}" for p in tensor.parts]
         parts = [np.frombuffer(found[name]["data"], numpy_dtype(tensor.dtype)) for name in names]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from full_disk_peer import NUM_BYTES
 from private_shm import private_shm
+from safetensors import deserialize
 from snapshot_peer import DEADLINE_S, NEW_IS_THERE, POINTS
 
 from fastdeploy_rl import SnapshotWriter, WeightPublisher, WeightVersion
@@ -32,6 +34,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.publish.publisher import Shard
 from fastdeploy_rl.publish.snapshot_directory import SnapshotDirectory
 
 HERE = Path(__file__).parent
@@ -155,6 +158,29 @@ def test_borrowed_memory_is_not_given_back_before_it_is_written(channel: Path) -
         published.wait_released(DEADLINE_S)
         memory["w"][:] = 2
     assert on_disk(channel) == {"1.1": {"w": np.ones(100, np.float32).tobytes()}}
+
+
+def test_what_several_processes_published_together_is_one_snapshot(channel: Path) -> None:
+    """Each has its own memory, and half of the split tensor; one of them writes all of it."""
+    whole = np.arange(40, dtype=np.float32).reshape(4, 10)
+    halves = [np.ascontiguousarray(whole[:, :5]), np.ascontiguousarray(whole[:, 5:])]
+    shards = [{"w": Shard(1, 0, 5, 10)}, {"w": Shard(1, 5, 10, 10)}]
+    with (
+        WeightPublisher(channel, part=(0, 2)) as first,
+        WeightPublisher(channel, part=(1, 2)) as second,
+        SnapshotWriter(channel) as snapshots,
+        ThreadPoolExecutor(1) as other,
+    ):
+        pending = other.submit(second.publish, {"w": halves[1]}, step=1, shards=shards[1])
+        snapshots.write(first.publish({"w": halves[0], "b": halves[1]}, step=1, shards=shards[0]))
+        pending.result(DEADLINE_S)
+        snapshot = snapshots.wait(DEADLINE_S)
+    assert snapshot is not None
+    (shard,) = snapshot.path.glob("*.safetensors")
+    entries = deserialize(shard.read_bytes())  # type: ignore[no-untyped-call]
+    found = {name: np.frombuffer(about["data"], np.float32) for name, about in entries}
+    assert found.keys() == {"w#0-5", "w#5-10", "b"}
+    assert np.array_equal(np.hstack([found[name].reshape(4, 5) for name in ("w#0-5", "w#5-10")]), whole)
 
 
 def test_a_version_whose_memory_is_gone_is_refused_at_once(channel: Path) -> None:

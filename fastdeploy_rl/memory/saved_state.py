@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MAX_OPS: Final = 2_000_000
 """About 30 stand for a tensor; so many are read in a moment, and need little memory."""
 MAX_MEMO: Final = 1_000_000
+MAX_STACK: Final = 10_000
+"""Values in hand at a time; a pickle puts them into their containers a thousand at a time."""
 MAX_DEPTH: Final = 16
 """Of containers in each other; a state dict has four."""
 MAX_TEXT_BYTES: Final = 4096
@@ -157,6 +159,15 @@ class _Cursor:
             begin = 0
         self.position += count
         return self._window[begin : begin + count]
+
+    def byte(self) -> int:
+        """The next one."""
+        begin = self.position - self._start
+        if begin >= len(self._window):
+            self._refill(1)
+            begin = 0
+        self.position += 1
+        return self._window[begin]
 
     def skip(self, count: int) -> int:
         """Steps over bytes and tells where they begin."""
@@ -399,7 +410,9 @@ class _Reader:
             raise _WrongError("no state dict of paddle.save (a pickle of protocol 2 to 5)")
         for _ in range(MAX_OPS):
             self.opcode_at = cursor.position
-            code = cursor.take(1)[0]
+            code = cursor.byte()
+            if len(self._stack) > MAX_STACK:
+                raise _WrongError(f"more than {MAX_STACK} values in hand")
             if code == ord("."):
                 return self._result()
             if code not in opcodes:
@@ -765,9 +778,9 @@ def write_saved_state(tensors: Mapping[str, SavedArray]) -> "Iterator[bytes | me
         yield _text_bytes(name) + _array_bytes(tensor) + b"\x8e" + struct.pack("<Q", data.nbytes)
         yield data.cast("B") if data.nbytes else b""
         yield b"tbs"
-    yield _text_bytes(NAME_TABLE) + b"}("
-    yield from (_text_bytes(name) * 2 for name in tensors)
-    yield b"us."
+    yield _text_bytes(NAME_TABLE) + b"}"
+    yield from (_text_bytes(name) * 2 + b"s" for name in tensors)
+    yield b"s."
 
 
 def _array_bytes(tensor: SavedArray) -> bytes:

@@ -16,6 +16,9 @@ from source_suite import SourceSuite, arrived, soon, weights
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.coverage import Coverage, FusedPart, ParameterSpec
 from fastdeploy_rl.dtypes import DTYPES, numpy_dtype
+from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
+from fastdeploy_rl.engines.embedded.checkpoint import save_checkpoint as write_checkpoint
+from fastdeploy_rl.engines.embedded.model_config import parameter_specs, read_config
 from fastdeploy_rl.errors import (
     CheckpointError,
     ConfigurationError,
@@ -455,6 +458,15 @@ def test_files_of_the_safetensors_package_and_of_paddle_are_read(places: Places)
     assert taken(config) == expected
 
 
+@pytest.mark.parametrize("second", range(1, 7))
+def test_a_header_whose_length_looks_like_the_beginning_of_a_pickle_is_none(places: Places, second: int) -> None:
+    """0x80 and a protocol number are the low bytes of 640, 896, ..."""
+    text = b'{"w":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'.ljust((second << 8) + 0x80)
+    value = np.arange(5, dtype=np.float32).tobytes()
+    (places.model / file_name(0, 0)).write_bytes(len(text).to_bytes(8, "little") + text + value)
+    assert taken(places.config(parameters=(ParameterSpec("w", "F32", (5,), None),))) == {"w": value}
+
+
 def test_versions_are_written_for_both_of_fastdeploys_readers(tmp_path: Path) -> None:
     write_version(tmp_path, 12)
     assert (tmp_path / "version.yaml").read_text() == "step: 12\nversion: 12\n"
@@ -533,6 +545,37 @@ def test_the_directory_an_engine_started_from_counts_only_where_it_is_numbered(p
     write_version(places.model, 9)
     assert taken(checkpoint_config(places)) == own_share(0, 1)
     assert offered(checkpoint_config(places)).version == WeightVersion(1, 9)
+
+
+def real_model(directory: Path, *, is_tied: bool) -> None:
+    """A small checkpoint of the embedded engine; nothing divides its vocabulary but itself."""
+    sizes = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 64}
+    kind = {"model_type": "qwen2", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": is_tied}
+    config = kind | sizes | heads | {"eos_token_id": 2, "hidden_act": "silu"}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(5)
+    specs = [spec for spec in parameter_specs(read_config(directory)) if spec.coverage is Coverage.UPDATED]
+    write_checkpoint(directory, config, {spec.name: random.random(spec.shape, np.float32) for spec in specs})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_engine_gets_from_files_what_it_loads_when_it_starts(places: Places, is_tied: bool, num_ranks: int) -> None:
+    """From its own checkpoint, and from slices of it in FastDeploy's files; a padded vocabulary included."""
+    real_model(places.channel, is_tied=is_tied)
+    specs = parameter_specs(read_config(places.channel), num_ranks)
+    with Checkpoint.open(places.channel) as opened:
+        loaded = [opened.load(rank, num_ranks) for rank in range(num_ranks)]
+    held = [{name: view.numpy() for name, view in views.items()} for views in loaded]
+    for layout in ("full", f"tp:{num_ranks}"):
+        for rank, values in enumerate(held):
+            config = places.config(rank, num_ranks, specs)
+            assert taken(config) == {name: value.tobytes() for name, value in values.items()}
+            assert offered(config).manifest.layout == layout
+        for rank, values in enumerate(held):
+            write_model_state(places.model, values, rank=rank, gpu=rank, num_parts=2)
 
 
 def test_links_as_model_hubs_make_them_are_followed(places: Places) -> None:

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_rl.dtypes import itemsize
@@ -39,6 +39,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     return build_manifest("3.4", "full", [SHARED], tensors, {"alias": tensors[0].name})
 
 
+@settings(deadline=None)
 @given(manifests(), st.sampled_from([1, 100, 1000, 10**9]))
 def test_the_snapshot_is_the_same_version_and_every_part_has_an_aligned_place(manifest: Manifest, limit: int) -> None:
     shards = lay_out(manifest, limit)
@@ -52,6 +53,7 @@ def test_the_snapshot_is_the_same_version_and_every_part_has_an_aligned_place(ma
             assert part.offset % min(512, size & -size or 1) == 0
 
 
+@settings(deadline=None)
 @given(manifests(), st.sampled_from([1, 100, 1000, 10**9]))
 def test_a_shard_is_what_the_reference_reads_and_within_its_bound(manifest: Manifest, limit: int) -> None:
     for shard in lay_out(manifest, limit):
@@ -73,6 +75,7 @@ def test_a_shard_is_what_the_reference_reads_and_within_its_bound(manifest: Mani
             assert prod(about["shape"]) * itemsize(about["dtype"]) == entry.num_bytes
 
 
+@settings(deadline=None)
 @given(manifests(), st.sampled_from([7, 64, 4096]))
 def test_the_pieces_of_an_entry_are_its_bytes_in_order_and_tile_the_whole_tensor(manifest: Manifest, size: int) -> None:
     seen = {tensor.name: Counter[int]() for tensor in manifest.tensors}

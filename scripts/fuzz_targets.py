@@ -19,6 +19,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest
 from fastdeploy_rl.memory.file_map import FileMap
+from fastdeploy_rl.memory.saved_state import SavedArray, read_saved_state, write_saved_state
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish import leases
 from fastdeploy_rl.publish.channel import Channel, Latest
@@ -99,6 +100,10 @@ _REPORT = UpdateReport(1, "update", "done", "1.1", "", 0.1, 0.1, [RankReport(0, 
 _PART = RankPart(RankReport(0, []), RankReceipt(0, "1.1", {"w": _SUM.hex()}, {"w": _SUM.hex()}))
 _HEADER = (
     b'{"w":{"dtype":"F32","shape":[4,6],"data_offsets":[0,96]},"v":{"dtype":"F16","shape":[],"data_offsets":[96,98]}}'
+)
+_SAVED_STATE = b"".join(
+    bytes(piece)
+    for piece in write_saved_state({"w": SavedArray("F32", (2, 3), bytes(24)), "v": SavedArray("U8", (), b"1")})
 )
 
 
@@ -274,6 +279,18 @@ def _checkpoint_reader() -> Iterator[Reader]:
 
 
 @contextmanager
+def _saved_state_reader() -> Iterator[Reader]:
+    """What is taken lies inside the data."""
+
+    def read(data: bytes) -> None:
+        for tensor in read_saved_state(data).tensors.values():
+            if tensor.offset + tensor.num_bytes > len(data):
+                raise BrokenPromiseError(f"{tensor.name} leaves the data")
+
+    yield read
+
+
+@contextmanager
 def _text_reader() -> Iterator[Reader]:
     """Versions and checksums as they stand in words, flags and files."""
 
@@ -303,5 +320,6 @@ FILE_TARGETS = [
     Target("offer", documents([msgspec.json.encode(_OFFER), _OUTCOME]), _meeting_reader),
     Target("run_dir", documents([msgspec.json.encode(r) for r in (_REPORT, _PART, _RECEIPT)]), _run_dir_reader),
     Target("checkpoint", documents([_HEADER]), _checkpoint_reader),
+    Target("saved_state", raw([_SAVED_STATE]), _saved_state_reader),
     Target("text", raw([b"1.1", b"3.1200", b"9223372036854775807.0", b"1200"]), _text_reader),
 ]

@@ -25,6 +25,7 @@ from fastdeploy_rl.version import WeightVersion
 
 MAX_STREAMS = 64
 MAX_BUCKET_BYTES = 1 << 30
+DEFAULT_STREAMS = 2
 DEFAULT_BUCKET_BYTES = 8 << 20
 _NUM_ASKS = 3
 """Of one server for an offer, where the connection is lost on the way."""
@@ -42,7 +43,7 @@ class TcpTransport:
         *,
         peers: Sequence[Server] = (),
         secret: bytes | None = None,
-        num_streams: int = 2,
+        num_streams: int = DEFAULT_STREAMS,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadlines: Deadlines | None = None,
     ) -> None:
@@ -125,6 +126,8 @@ class TcpTransport:
         """As `Transport.fetch`. ValueError for ranges that leave the target."""
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceededError(f"no time left to fetch version {offer.version}")
+        if any(each.target_offset < 0 or each.target_offset + each.num_bytes > target.num_bytes for each in ranges):
+            raise ValueError(f"ranges leave their target of {target.num_bytes} bytes")
         desk = Desk(offer, ranges, self._bucket_bytes, self._peers, self._publisher, deadline_ns)
         fetch = TcpFetch(desk, target, self._num_streams, self._secret, self._deadlines)
         fetch.start()

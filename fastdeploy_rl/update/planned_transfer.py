@@ -29,9 +29,9 @@ def transfer_arriving(
     num_threads: int,
 ) -> Sums:
     """`transfer_planned` of each batch as soon as it is there; no parameter may come twice."""
-    sums = Sums({}, {})
+    sums, totals = Sums({}, {}), _totals(manifest)
     for planned in batches:
-        found = transfer_planned(planned, manifest, segments, homes, num_threads)
+        found = _transferred(planned, totals, segments, homes, num_threads)
         sums.live.update(found.live)
         sums.read.update((name, add(sums.read.get(name, ZERO), read)) for name, read in found.read.items())
     return sums
@@ -64,7 +64,21 @@ def transfer_planned(
 ) -> Sums:
     """Reads all that is planned from `segments` (those of the manifest, in its order), copies what has a home, and sums
     up both sides in the same pass. Zeroes the padding of what has a home: zero bytes add nothing to any sum."""
-    totals = {tensor.name: tensor.num_bytes for tensor in manifest.tensors}
+    return _transferred(planned, _totals(manifest), segments, homes, num_threads)
+
+
+def _totals(manifest: Manifest) -> dict[str, int]:
+    """Bytes of whole tensors. Worked out once for all batches of a version, of which there may be as many."""
+    return {tensor.name: tensor.num_bytes for tensor in manifest.tensors}
+
+
+def _transferred(
+    planned: Sequence[PlannedParameter],
+    totals: dict[str, int],
+    segments: Sequence[Mapping],
+    homes: dict[str, TensorView],
+    num_threads: int,
+) -> Sums:
     jobs = [(p, r) for p in planned for r in p.regions if r.kind is not RegionKind.ZERO]
     native = [_region(segments, p, region, totals, homes.get(p.name)) for p, region in jobs]
     native += _zero_fills(planned, homes)

@@ -16,6 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
 from fastdeploy_rl.plan.byte_range import ByteRange
@@ -24,6 +28,8 @@ from fastdeploy_rl.version import WeightVersion
 
 _CHUNK_BYTES = 8 << 20
 """One thread's next piece of work: small against a tensor, large against a system call."""
+_MAX_GAP_BYTES = 16 << 10
+"""Between rows: reading more than that for nothing takes longer than another system call."""
 
 
 class FileIdentity(NamedTuple):
@@ -203,26 +209,41 @@ class FileFetch:
 
     def _read(self, chunk: _Chunk) -> None:
         try:
-            for row in range(chunk.rows):
-                if self._is_closed.is_set():
-                    return
-                start = chunk.target_offset + row * chunk.row_bytes
-                self._read_row(chunk.segment, chunk.offset + row * chunk.stride, start, start + chunk.row_bytes)
-            self._done.put(chunk.number)
+            if not self._is_closed.is_set():
+                self._read_close_rows(chunk) if _has_close_rows(chunk) else self._read_rows(chunk)
+                self._done.put(chunk.number)
         except (OSError, NoPublicationError) as error:
             path = self._directory / self._files[chunk.segment].name
             self._done.put(
                 error if not isinstance(error, OSError) else NoPublicationError(f"{path} cannot be read: {error}")
             )
 
-    def _read_row(self, segment: int, offset: int, start: int, stop: int) -> None:
-        while start < stop:
-            with self._target[start:stop] as window:
-                num_bytes = os.preadv(self._opened[segment], [window], offset)
+    def _read_rows(self, chunk: _Chunk) -> None:
+        for row in range(chunk.rows):
+            start = chunk.target_offset + row * chunk.row_bytes
+            with self._target[start : start + chunk.row_bytes] as window:
+                self._fill(window, chunk.segment, chunk.offset + row * chunk.stride)
+
+    def _read_close_rows(self, chunk: _Chunk) -> None:
+        """With what lies between them, which is left behind."""
+        span = np.empty((chunk.rows - 1) * chunk.stride + chunk.row_bytes, np.uint8)
+        self._fill(span.data, chunk.segment, chunk.offset)
+        size = chunk.rows * chunk.row_bytes
+        target: NDArray[np.uint8] = np.frombuffer(self._target, np.uint8, size, chunk.target_offset)
+        rows = as_strided(span, (chunk.rows, chunk.row_bytes), (chunk.stride, 1))
+        target.reshape(rows.shape)[...] = rows
+
+    def _fill(self, window: memoryview, segment: int, offset: int) -> None:
+        done = 0
+        while done < len(window):
+            with window[done:] as rest:
+                num_bytes = os.preadv(self._opened[segment], [rest], offset + done)
             if not num_bytes:
                 path = self._directory / self._files[segment].name
-                raise NoPublicationError(f"{path} was cut while it was read: it ends at byte {offset}; update again")
-            start, offset = start + num_bytes, offset + num_bytes
+                raise NoPublicationError(
+                    f"{path} was cut while it was read: it ends at byte {offset + done}; update again"
+                )
+            done += num_bytes
 
     def close(self) -> None:
         self._is_closed.set()
@@ -233,6 +254,10 @@ class FileFetch:
     def _close_files(self) -> None:
         while self._opened:
             os.close(self._opened.popitem()[1])
+
+
+def _has_close_rows(chunk: _Chunk) -> bool:
+    return chunk.rows > 1 and chunk.row_bytes <= chunk.stride <= chunk.row_bytes + _MAX_GAP_BYTES
 
 
 def _chunks(index: int, wanted: ByteRange) -> Iterable[_Chunk]:
@@ -246,7 +271,7 @@ def _chunks(index: int, wanted: ByteRange) -> Iterable[_Chunk]:
                 place = wanted.target_offset + row * wanted.row_bytes + start
                 yield _Chunk(index, wanted.segment, wanted.offset + row * wanted.stride + start, 0, 1, size, place)
         return
-    step = max(1, _CHUNK_BYTES // wanted.row_bytes)
+    step = max(1, _CHUNK_BYTES // max(wanted.row_bytes, wanted.stride))
     for row in range(0, wanted.rows, step):
         rows = min(step, wanted.rows - row)
         place = wanted.target_offset + row * wanted.row_bytes

@@ -49,12 +49,14 @@ def fetched(directory: Path, identities: list[FileIdentity], deadline_ns: int = 
     return data, sorted(seen)
 
 
-@pytest.mark.parametrize("chunk_bytes", [8 << 20, 100, 33, 7, 1])
+@pytest.mark.parametrize("gap_bytes", [16 << 10, 67, 66, 0])
+@pytest.mark.parametrize("chunk_bytes", [8 << 20, 250, 100, 33, 7, 1])
 def test_every_range_lands_packed_and_arrives_once(
-    tmp_path: Path, identities: list[FileIdentity], monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+    tmp_path: Path, identities: list[FileIdentity], monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, gap_bytes: int
 ) -> None:
-    """The result does not depend on how the work is cut."""
+    """The result does not depend on how the work is cut, nor on whether what lies between rows is read with them."""
     monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(files, "_MAX_GAP_BYTES", gap_bytes)
     found, seen = fetched(tmp_path, identities)
     rows = np.concatenate([DATA[1][10 + 100 * row : 43 + 100 * row] for row in range(20)])
     assert found[:997] == DATA[0][3:1000].tobytes()
@@ -91,7 +93,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(
     fetch._opened[0] = fetch._open(0)
     os.truncate(tmp_path / "a", 500)
     with pytest.raises(NoPublicationError, match="was cut while it was read: it ends at byte 500"):
-        fetch._read_row(0, 3, 0, 997)
+        fetch._fill(memoryview(bytearray(997)), 0, 3)
     fetch.close()
 
 

@@ -70,7 +70,7 @@ class FetchingSource:
         """Without a version the one that the model's version file names, else the newest. NoPublicationError also where
         that one was discredited: there is no older one to take in its place."""
         offer = self._wanted(deadline_ns) if version is None else self._offer(version, deadline_ns)
-        if version is None and (offer.version, offer.manifest.content_digest) in self._discredited:
+        if version is None and self._is_discredited(offer):
             raise NoPublicationError(
                 f"version {offer.version} was fetched, and its bytes are not what its manifest says; publish again, or "
                 "ask for a version by name"
@@ -105,7 +105,12 @@ class FetchingSource:
         return Offer(resolved.version, resolved.manifest, file_digest(encode(resolved.manifest)))
 
     def discredit(self, resolved: ResolvedPublication) -> None:
-        self._discredited.append((resolved.version, resolved.manifest.content_digest))
+        with self._lock:
+            self._discredited.append((resolved.version, resolved.manifest.content_digest))
+
+    def _is_discredited(self, offer: Offer) -> bool:
+        with self._lock:
+            return (offer.version, offer.manifest.content_digest) in self._discredited
 
     # --- its bytes ---------------------------------------------------------------------------------
 

@@ -16,22 +16,23 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from bench_memory import STEPS, Resident, peak_of
 from bench_row import Row, at_least, at_most, seconds_of
 from bench_updates import WARM_UP, numpy_engine, random_tensors
-from fastdeploy_rl.publish.weight_server import WeightServer
 
 from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.publish.weight_server import WeightServer
 from fastdeploy_rl.update.client import BoardClient
 
 PIPELINE_RUNS = 2
 """It takes long, and little of that is left to chance."""
 MOVE_S = 120.0
 RANKS = 2
-HALF = 0.505
-"""Norms and biases of row-parallel layers are whole on every rank."""
+HALF, WHOLE = 0.505, 1.01
+"""Of the weights; norms go to every rank."""
 
 
 class Mover:
@@ -73,7 +74,7 @@ def rsync_rows(runs: int, torch_python: str) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_bench", dir="/dev/shm") as folder:
         update_s, bare_s, gloo_s = _by_turns(Path(folder) / "speed", tensors, torch_python, runs)
         extra = _extra_memory(Path(folder) / "memory", tensors) - size
-        moved = _bytes_of_ranks(Path(folder) / "halves", tensors)
+        moved, sent = _moved_and_sent(Path(folder) / "halves", tensors)
     gloo = (
         f"torch gloo, {min(gloo_s, key=gloo_s.__getitem__)}" if gloo_s else "gloo not measured: torch is not installed"
     )
@@ -84,6 +85,7 @@ def rsync_rows(runs: int, torch_python: str) -> list[Row]:
         _of_weights("rsync: extra memory of a rank at the peak", extra, size, 1.1, "<= 1.1"),
         _of_weights("FastDeploy's rsync: extra memory of a rank", pipeline_extra, size, math.inf, "none: to know"),
         _of_weights(f"rsync: moved by each of {RANKS} ranks", max(moved), size, HALF, f"<= {HALF:g}"),
+        _of_weights(f"rsync: sent to {RANKS} ranks in all", sent, size, WHOLE, f"<= {WHOLE:g}"),
     ]
 
 
@@ -113,7 +115,7 @@ def _by_turns(
     """Median seconds of an update, of the bare socket, and of each way of gloo (none without torch)."""
     updates, bare = [], []
     with ExitStack() as stack:
-        publisher, client = stack.enter_context(_engine(channel))
+        publisher, _, client = stack.enter_context(_scene(channel))
         socket = stack.enter_context(mover("socket"))
         gloo = stack.enter_context(mover("gloo", python=torch_python)) if _has_torch(torch_python) else None
         broadcasts: dict[str, list[float]] = {way: [] for way in gloo.ways} if gloo else {}
@@ -134,21 +136,28 @@ def _has_torch(python: str) -> bool:
     return subprocess.run([python, "-c", "import torch.distributed"], capture_output=True, timeout=60).returncode == 0
 
 
+class Scene(NamedTuple):
+    """An engine that fetches over loopback what is published, and keeps a way back."""
+
+    publisher: WeightPublisher
+    server: WeightServer
+    client: BoardClient
+
+
 @contextmanager
-def _engine(channel: Path, num_ranks: int = 1) -> Iterator[tuple[WeightPublisher, BoardClient]]:
-    """One that fetches over loopback what is published, and keeps a way back."""
+def _scene(channel: Path, num_ranks: int = 1) -> Iterator[Scene]:
     with (
         WeightPublisher(channel) as publisher,
-        WeightServer(channel),
+        WeightServer(channel) as server,
         numpy_engine(channel, "auto", num_ranks, load_strategy="rsync") as port,
         BoardClient(port) as client,
     ):
-        yield publisher, client
+        yield Scene(publisher, server, client)
 
 
 def _extra_memory(channel: Path, tensors: dict[str, np.ndarray]) -> int:
     """Bytes of a rank at the highest point of several updates, over the same rank without weights."""
-    with _engine(channel) as (publisher, client):
+    with _scene(channel) as (publisher, _, client):
         pid = client.status().ranks[0].pid
         base = Resident.of(pid)
         with peak_of(pid) as peak:
@@ -158,9 +167,10 @@ def _extra_memory(channel: Path, tensors: dict[str, np.ndarray]) -> int:
         return peak[0].total - base.total
 
 
-def _bytes_of_ranks(channel: Path, tensors: dict[str, np.ndarray]) -> list[int]:
-    """That each rank staged, as it reports."""
-    with _engine(channel, RANKS) as (publisher, client):
+def _moved_and_sent(channel: Path, tensors: dict[str, np.ndarray]) -> tuple[list[int], int]:
+    """(bytes that each rank brought to itself, as it reports; bytes that the server counted)."""
+    with _scene(channel, RANKS) as (publisher, server, client):
         publisher.publish(tensors, step=0, layout=f"tp:{RANKS}")
         report = client.update(deadline_s=60)
-        return [step.num_bytes for rank in report.ranks for step in rank.steps if step.step == "stage"]
+        moved = [step.num_bytes for rank in report.ranks for step in rank.steps if step.step == "stage"]
+        return moved, server.num_payload_bytes

@@ -9,15 +9,17 @@ were received for it; what is received later is held to its checksums, as everyw
 There is no "latest": a step is named, or `version.yaml` of the model's directory names it. Steps are of epoch 1.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -79,15 +81,12 @@ class CheckpointTransport:
     def __init__(self, config: SourceConfig, options: CheckpointTransferConfig) -> None:
         self._config = config
         self._options = options
-        self._client = self._client_of(config.rank)
+        self._idle: deque[PartClient] = deque(maxlen=1)
         self._store = Channel(config.channel / _DIRECTORY)
         self._described: Offer | None = None
         self._kept: list[ReceivedTensor] | None = None
         self._fetched_digest = ""
         self._lock = threading.Lock()
-
-    def _client_of(self, part: int) -> PartClient:
-        return PartClient(self._options.api, self._options.config, part, self._config.num_ranks)
 
     # --- which versions there are ------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class CheckpointTransport:
             for _ in reception.results(deadline_ns):
                 pass
         finally:
-            self._end(reception)
+            reception.close()
         manifest = describe(version, self._config.parameters, summed)
         _log.info(
             "event=described version=%s ranks=%d bytes=%d seconds=%.3f",
@@ -158,17 +157,20 @@ class CheckpointTransport:
         return _offer(version, manifest)
 
     def _receive(self, parts: Sequence[int], step: int, *, is_verified: bool) -> "Iterator[_Sent]":
-        """In a reception's thread."""
+        """In a reception's thread. A client that did not come to its end may be in any state: it is not used again."""
         for part in parts:
-            client = self._client if part == self._config.rank else self._client_of(part)
+            client = self._client(part)
             for tensor in client.receive(step, is_verified=is_verified):
                 yield _Sent(part, tensor)
+            if part == self._config.rank:
+                self._idle.append(client)
 
-    def _end(self, reception: "Reception[_Sent, _Taken]") -> None:
-        """Of what did not come to its end, the package's client may be in any state: another takes its place."""
-        reception.close()
-        if not reception.is_complete:
-            self._client = self._client_of(self._config.rank)
+    def _client(self, part: int) -> PartClient:
+        """This rank's own is kept from one version to the next, and used by one thread at a time."""
+        if part == self._config.rank:
+            with contextlib.suppress(IndexError):
+                return self._idle.pop()
+        return PartClient(self._options.api, self._options.config, part, self._config.num_ranks)
 
     def _write(self, manifest: Manifest) -> None:
         if not self._config.channel.exists():
@@ -200,7 +202,7 @@ class CheckpointTransport:
                 yield _Sent(0, kept.pop())
             yield from self._receive(others, step, is_verified=False)
 
-        return PartFetch(wanted, receive, target, self._config.num_threads, deadline_ns, self._end)
+        return PartFetch(wanted, receive, target, self._config.num_threads, deadline_ns)
 
     def trim(self) -> None:
         """Gives back what was received to be fetched next."""
@@ -220,9 +222,6 @@ class _Sent(NamedTuple):
 
     part: int
     tensor: ReceivedTensor
-
-
-_Taken = TypeVar("_Taken")
 
 
 def _lasting(tensor: ReceivedTensor) -> ReceivedTensor:
@@ -392,14 +391,12 @@ class PartFetch:
         target: Mapping,
         num_threads: int,
         deadline_ns: int,
-        end: Callable[[Reception[_Sent, list[int]]], None],
     ) -> None:
         self.num_bytes = 0
         self._wanted = wanted
         self._target = target
         self._num_threads = num_threads
         self._deadline_ns = deadline_ns
-        self._end = end
         self._reception: Reception[_Sent, list[int]] | None = Reception(
             f"version {wanted.version} from {PACKAGE}", received, self._copy
         )
@@ -417,7 +414,7 @@ class PartFetch:
     def close(self) -> None:
         reception, self._reception = self._reception, None
         if reception is not None:
-            self._end(reception)
+            reception.close()
 
     def _copy(self, sent: _Sent) -> list[int]:
         """In the reception's thread, while the one who waits sums up what came before."""

@@ -138,7 +138,6 @@ class Reception(Generic[Item, Result]):
     is received, for messages."""
 
     def __init__(self, what: str, received: Callable[[], Iterator[Item]], take: Callable[[Item], Result]) -> None:
-        self.is_complete = False
         self._what = what
         self._received = received
         self._take = take
@@ -156,7 +155,6 @@ class Reception(Generic[Item, Result]):
             yield result
         self._thread.join()
         self._raise(result.error)
-        self.is_complete = True
 
     def _next(self, begun: float, deadline_ns: int) -> "Result | _Ended":
         """What comes after the deadline is not looked at, though it be there."""

@@ -461,6 +461,48 @@ def test_a_version_that_is_released_early_is_not_received_to_its_end(engine: Eng
     assert_same(engine.take(STEP), sent(1))
 
 
+def test_tensors_on_a_gpu_are_brought_to_the_host(directory: Path, wire: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        def __init__(self, array: Array) -> None:
+            self._array = array
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def cpu(self) -> Array:
+            return self._array
+
+    def receive_stream(self: Any, **asked: Any) -> Iterator[tuple[str, OnGpu]]:
+        return ((name, OnGpu(array)) for name, array in sent(1)[self._rank].items())
+
+    monkeypatch.setattr(fake.CheckpointTransfer, "receive_stream", receive_stream)
+    with fake.installed("stream"):
+        engine = Engine(directory, "stream")
+        assert_same(engine.take(STEP), sent(1))
+        engine.close()
+
+
+def test_a_client_is_used_again_but_by_one_version_at_a_time(
+    directory: Path, wire: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    initialize = fake.CheckpointTransfer.initialize
+    monkeypatch.setattr(fake.CheckpointTransfer, "initialize", lambda self: made.append(self._rank) or initialize(self))
+    with fake.installed("stream"):
+        engine = Engine(directory, "stream")
+        for step in (1, 2):
+            fake.send(wire, step, sent(step))
+            engine.take(WeightVersion(1, step))
+        assert made == [1, 0, 1, 1]  # rank 0 describes with a client of its own for rank 1, each time
+        staged = [engine.stage(engine.resolve(WeightVersion(1, step))[1], 1) for step in (1, 2)]
+        for step, each in zip((1, 2), staged, strict=True):
+            held = _installed(each, engine.resolve(WeightVersion(1, step))[1], [])
+            np.testing.assert_array_equal(held["down"], sent(step)[1]["down"])
+        for each in staged:
+            each.release()
+        engine.close()
+
+
 def test_trimming_lets_go_of_what_rank_0_received(engine: Engine, wire: Path) -> None:
     fake.send(wire, 7, sent(1))
     resolved = engine.resolve(STEP)

@@ -15,11 +15,15 @@ def read_secret(path: Path) -> bytes:
     is no regular file, or whose secret is shorter than 16 bytes or longer than 4096."""
     try:
         # Without O_NONBLOCK a pipe in the file's place would keep us for good.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            _check_private(path, os.fstat(file.fileno()))
-            data = file.read(MAX_SECRET_BYTES + 64)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _check_private(path, os.fstat(descriptor))
+            data = os.read(descriptor, MAX_SECRET_BYTES + 64)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"secret file {path!s:.200}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"secret file {path!s:.200}: {reason}") from error
     return checked_secret(data.strip(), f"secret file {path}")
 
 

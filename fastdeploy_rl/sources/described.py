@@ -161,9 +161,12 @@ class DescribedFiles:
             except FileNotFoundError:
                 raise NoPublicationError(f"rank 0 has described nothing in {store.path} (yet)") from None
             return store
-        if not self._config.channel.exists():
-            open_private_directory(self._config.channel)
-        open_private_directory(store.path)
+        try:
+            if not self._config.channel.exists():
+                open_private_directory(self._config.channel)
+            open_private_directory(store.path)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error} (rank 0 keeps there what it reads about files of others)") from error
         return store
 
 
@@ -326,12 +329,18 @@ def _sum_up(
     sums = [ZERO] * len(holders)
     pieces = [piece for index, (tensor, part) in enumerate(holders) for piece in _pieces(index, tensor, part)]
     scratch = _native.Mapping.private(max((end for _, end in _batches(pieces)), default=1))
+    done, total = 0, sum(piece.wanted.num_bytes for piece in pieces)
     for batch, _ in _batches(pieces):
-        if time.monotonic_ns() >= deadline_ns:
-            raise DeadlineExceededError(f"no time left to read all of {directory}")
-        _fetch(directory, files, [_in_one(piece.wanted) for piece in batch], scratch, num_threads, deadline_ns)
+        try:
+            _fetch(directory, files, [_in_one(piece.wanted) for piece in batch], scratch, num_threads, deadline_ns)
+        except DeadlineExceededError as late:
+            raise DeadlineExceededError(
+                f"{late}; to describe them takes reading all of their {total} bytes, of which {done} were: give the "
+                "update a later deadline"
+            ) from late
         for piece, value in zip(batch, _sums_of(batch, scratch, num_threads), strict=True):
             sums[piece.holder] = add(sums[piece.holder], value)
+        done += sum(piece.wanted.num_bytes for piece in batch)
     scratch.close()
     return sums
 

@@ -183,10 +183,13 @@ class FileFetch:
             yield complete
 
     def _next(self, begun: float) -> int:
+        left_ns = self._deadline_ns - time.monotonic_ns()
         try:
-            found = self._done.get(timeout=max(0.0, (self._deadline_ns - time.monotonic_ns()) / 1e9))
+            found = self._done.get(timeout=left_ns / 1e9) if left_ns > 0 else None
         except queue.Empty:
-            raise DeadlineExceededError.waiting_for(f"bytes of files in {self._directory}", since_s=begun) from None
+            found = None
+        if found is None:
+            raise DeadlineExceededError.waiting_for(f"bytes of files in {self._directory}", since_s=begun)
         if isinstance(found, Exception):
             raise found
         return found

@@ -148,6 +148,7 @@ class PeerFetch:
         self._deadline_ns = deadline_ns
         self._missing = [Piece(number, each) for number, each in enumerate(ranges) if each.num_bytes]
         self._num_missing = [each.num_bytes for each in ranges]
+        self._refusing: set[PeerEngine] = set()
         self._current: Fetch | None = None
         self._failures: list[str] = []
         self._bytes_from_peers = 0
@@ -161,8 +162,8 @@ class PeerFetch:
     def arrivals(self) -> Iterator[Sequence[int]]:
         if empty := [number for number, num_bytes in enumerate(self._num_missing) if not num_bytes]:
             yield empty
-        for name, peer in self._peers():
-            yield from self._from_peer(name, peer)
+        for engine, number in self._peers():
+            yield from self._from_peer(engine, number)
         yield from self._from_publisher()
         _logger.info(
             "event=fetched version=%s bytes_from_peers=%d bytes_from_publisher=%d",
@@ -171,27 +172,30 @@ class PeerFetch:
             self._bytes_from_publisher,
         )
 
-    def _peers(self) -> Iterator[tuple[str, PeerRank]]:
+    def _peers(self) -> Iterator[tuple[PeerEngine, int]]:
         """While bytes are missing: of each engine the rank of our number, which has just our bytes where both engines
-        are cut alike; then the other ranks."""
+        are cut alike; then the other ranks, but of those engines that have not the version."""
         for engine in self._engines:
             if self._missing:
-                yield f"{engine.name} rank {self._own_rank}", engine.rank(self._own_rank)
+                yield engine, self._own_rank
         for engine in self._engines:
             for number in self._other_ranks(engine) if self._missing else ():
-                if self._missing:
-                    yield f"{engine.name} rank {number}", engine.rank(number)
+                if self._missing and engine not in self._refusing:
+                    yield engine, number
 
     def _other_ranks(self, engine: PeerEngine) -> list[int]:
+        if engine in self._refusing:
+            return []
         try:
             return engine.other_ranks(deadline_ns=_soon(self._deadline_ns))
         except _FAILURES as error:
             self._note_failure(engine.name, error)
             return []
 
-    def _from_peer(self, name: str, peer: PeerRank) -> Iterator[Sequence[int]]:
+    def _from_peer(self, engine: PeerEngine, number: int) -> Iterator[Sequence[int]]:
+        name, peer = f"{engine.name} rank {number}", engine.rank(number)
         try:
-            holdings = peer.holdings(self._offer, deadline_ns=_soon(self._deadline_ns))
+            holdings = self._holdings(engine, peer)
             cut = HeldBytes(holdings, self._offer.manifest.segments).cut([piece.range for piece in self._missing])
             held, missing = (
                 [Piece(self._missing[piece.number].number, piece.range) for piece in pieces] for pieces in cut
@@ -203,6 +207,13 @@ class PeerFetch:
             self._note_failure(name, error)
         finally:
             self._bytes_from_peers += self._close_current()
+
+    def _holdings(self, engine: PeerEngine, peer: PeerRank) -> Sequence[ByteRange]:
+        try:
+            return peer.holdings(self._offer, deadline_ns=_soon(self._deadline_ns))
+        except NoPublicationError:
+            self._refusing.add(engine)
+            raise
 
     def _from_publisher(self) -> Iterator[Sequence[int]]:
         if not self._missing:

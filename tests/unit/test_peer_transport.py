@@ -193,6 +193,14 @@ def test_a_peer_that_dies_in_the_middle_is_left_out_and_what_it_sent_stays(caplo
     assert "the peer was killed" in caplog.text
 
 
+def test_an_engine_that_has_not_the_version_is_asked_once() -> None:
+    """Its ranks go from version to version together."""
+    publisher, older = Server(), [Server(step=0, of_ranks=3), Server(of_ranks=3), Server(of_ranks=3)]
+    bring(PeerTransport(publisher, [engine(*older)], 0), WANTED)
+    assert [rank.num_fetches for rank in older] == [0, 0, 0]
+    assert publisher.asked_bytes == 64
+
+
 @pytest.mark.parametrize("error", [NOBODY, NoPublicationError("not held"), PeerLostError("no frame of ours")])
 def test_a_peer_that_refuses_is_not_asked_again_in_this_fetch(error: FastDeployRLError) -> None:
     publisher, refusing = Server(), Server(error=error)

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,23 +126,24 @@ class FileFetch:
         self._files = files
         self._ranges = ranges
         self._deadline_ns = deadline_ns
-        self._done: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._opened: dict[int, int] = {}
+        self._target = memoryview(target)
         try:
             for segment in sorted({each.segment for each in ranges}):
                 self._opened[segment] = self._open(segment)
         except BaseException:
+            self._target.release()
             self._close_files()
             raise
-        self._target = memoryview(target)
         self._pool = ThreadPoolExecutor(num_threads, "fastdeploy_rl_read")
         self._missing = dict.fromkeys(range(len(ranges)), 0)
         chunks = [chunk for index, each in enumerate(ranges) for chunk in _chunks(index, each)]
         for chunk in chunks:
             self._missing[chunk.number] += 1
         for chunk in chunks:
-            self._pool.submit(self._read, chunk)
+            self._pool.submit(self._read, chunk).add_done_callback(self._tell)
 
     def _open(self, segment: int) -> int:
         path = self._directory / self._files[segment].name
@@ -190,7 +191,7 @@ class FileFetch:
             found = None
         if found is None:
             raise DeadlineExceededError.waiting_for(f"bytes of files in {self._directory}", since_s=begun)
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             raise found
         return found
 
@@ -200,7 +201,7 @@ class FileFetch:
                 found = self._done.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(found, Exception):
+            if isinstance(found, BaseException):
                 raise found
             yield found
 
@@ -210,16 +211,20 @@ class FileFetch:
         self.num_bytes = self.num_bytes + (0 if self._missing[index] else self._ranges[index].num_bytes)
         return not self._missing[index]
 
-    def _read(self, chunk: _Chunk) -> None:
-        try:
-            if not self._is_closed.is_set():
+    def _read(self, chunk: _Chunk) -> int:
+        """The number of its range."""
+        if not self._is_closed.is_set():
+            try:
                 self._read_close_rows(chunk) if _has_close_rows(chunk) else self._read_rows(chunk)
-                self._done.put(chunk.number)
-        except (OSError, NoPublicationError) as error:
-            path = self._directory / self._files[chunk.segment].name
-            self._done.put(
-                error if not isinstance(error, OSError) else NoPublicationError(f"{path} cannot be read: {error}")
-            )
+            except OSError as error:
+                path = self._directory / self._files[chunk.segment].name
+                raise NoPublicationError(f"{path} cannot be read: {error.strerror}") from error
+        return chunk.number
+
+    def _tell(self, future: "Future[int]") -> None:
+        """Whatever happened to a chunk; one that was never begun interests nobody."""
+        if not future.cancelled():
+            self._done.put(future.exception() or future.result())
 
     def _read_rows(self, chunk: _Chunk) -> None:
         for row in range(chunk.rows):

@@ -263,11 +263,12 @@ class PeerFetch:
         )
 
     def _close_current(self) -> int:
-        """Nobody writes into the target any more. Returns what came."""
-        current, self._current = self._current, None
+        """Nobody writes into the target any more. Returns what came. What cannot be closed stays for a later call."""
+        current = self._current
         if current is None:
             return 0
         current.close()
+        self._current = None
         return current.num_bytes
 
     def close(self) -> None:

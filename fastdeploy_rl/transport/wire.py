@@ -36,7 +36,7 @@ MAX_FRAME_BYTES: Final = 1 << 20
 MAX_MANIFEST_FRAME_BYTES: Final = manifests.MAX_BYTES + 4096
 MAX_RANGES: Final = 1024
 """Of one Read."""
-MAX_HELD_RANGES: Final = 1 << 20
+MAX_HELD_RANGES: Final = 1 << 18
 """That a server lists."""
 MAX_HOLDINGS_FRAME_BYTES: Final = MAX_HELD_RANGES * 64
 MAX_ROWS: Final = 1 << 16

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import of_bytes
-from fastdeploy_rl.errors import FastDeployRLError, NoPublicationError, PeerLostError
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, NoPublicationError, PeerLostError
 from fastdeploy_rl.manifest import Part, Segment, Tensor
 from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
@@ -45,6 +45,7 @@ class Server:
         self.fails_after = fails_after
         self.asked: list[ByteRange] = []
         self.num_fetches = 0
+        self.close_error: FastDeployRLError | None = None
         self._of_ranks = of_ranks
         self.open_fetches = 0
 
@@ -103,6 +104,9 @@ class Sending:
             yield [index]
 
     def close(self) -> None:
+        if self._server.close_error is not None:
+            error, self._server.close_error = self._server.close_error, None
+            raise error
         self._server.open_fetches -= self._ranges is not None
         self._ranges = None  # type: ignore[assignment]
 
@@ -220,6 +224,20 @@ def test_bytes_that_nobody_has_are_an_error_that_says_who_was_asked() -> None:
     with pytest.raises(NoPublicationError, match=r"32 bytes of version 1\.1 are held by no peer"):
         list(fetch.arrivals())
     fetch.close()
+
+
+def test_a_fetch_that_does_not_end_is_ended_by_a_later_call() -> None:
+    """Until then somebody may write into the target, and whoever owns it is told so."""
+    peer = Server()
+    peer.close_error = DeadlineExceededError("a thread goes on")
+    fetch = PeerTransport(Server(), [engine(peer)], 0).fetch(
+        offer_of(1), WANTED, Mapping.private(4096), deadline_ns=soon()
+    )
+    with pytest.raises(DeadlineExceededError, match="a thread goes on"):
+        list(fetch.arrivals())
+    assert peer.open_fetches == 1
+    fetch.close()
+    assert peer.open_fetches == 0
 
 
 def test_ranges_without_bytes_are_complete_at_once() -> None:

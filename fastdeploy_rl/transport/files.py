@@ -71,8 +71,11 @@ class FileTransport:
         self._find = find
         self._num_threads = num_threads
         self._offered: dict[str, OfferedFiles] = {}
+        self._fetches: list[FileFetch] = []
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError("no time left to look for files")
         found = self._find(version, deadline_ns)
         self._offered = {found.offer.file_digest: found, **self._offered}
         for digest in list(self._offered)[_MAX_REMEMBERED:]:
@@ -83,13 +86,17 @@ class FileTransport:
         known = self._offered.get(offer.file_digest)
         if known is None:
             raise NoPublicationError(f"version {offer.version} is not to be had any more; update again")
-        return FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
+        fetch = FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
+        self._fetches = [*(each for each in self._fetches if not each.is_closed), fetch]
+        return fetch
 
     def trim(self) -> None:
         """Nothing is open between fetches."""
 
     def close(self) -> None:
-        self._offered = {}
+        for fetch in self._fetches:
+            fetch.close()
+        self._fetches, self._offered = [], {}
 
 
 _MAX_REMEMBERED = 4
@@ -120,7 +127,11 @@ class FileFetch:
         num_threads: int,
         deadline_ns: int,
     ) -> None:
-        """Opens the files that are read. NoPublicationError where one is gone, or is another one by now."""
+        """Opens the files that are read. NoPublicationError where one is gone, or is another one by now;
+        DeadlineExceededError where no time is left; ValueError for a range outside the files."""
+        _check_ranges(ranges, files)
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError(f"no time left to read files in {directory}")
         self.num_bytes = 0
         self._directory = directory
         self._files = files
@@ -153,16 +164,22 @@ class FileFetch:
         except OSError as error:
             raise NoPublicationError(f"{path}: {error.strerror}, it was there before; update again") from error
         try:
-            self._check_same(segment, descriptor)
+            if _identity(path, os.fstat(descriptor)) != self._files[segment]:
+                raise NoPublicationError(f"{path} was changed or replaced since it was looked at; update again")
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
-    def _check_same(self, segment: int, descriptor: int) -> None:
-        path = self._directory / self._files[segment].name
-        if _identity(path, os.fstat(descriptor)) != self._files[segment]:
-            raise NoPublicationError(f"{path} was changed or replaced since it was looked at; update again")
+    def _check_unwritten(self, segment: int, descriptor: int) -> None:
+        """One that was removed or replaced meanwhile is whole for whoever has it open."""
+        expected, status = self._files[segment], os.fstat(descriptor)
+        if (status.st_size, status.st_mtime_ns) != (expected.num_bytes, expected.mtime_ns):
+            raise NoPublicationError(f"{self._directory / expected.name} was changed while it was read; update again")
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
 
     def arrivals(self) -> Iterator[Sequence[int]]:
         """As `Fetch.arrivals`."""
@@ -179,7 +196,7 @@ class FileFetch:
             if left and complete:
                 yield complete
         for segment, descriptor in self._opened.items():
-            self._check_same(segment, descriptor)
+            self._check_unwritten(segment, descriptor)
         if complete:
             yield complete
 
@@ -262,6 +279,13 @@ class FileFetch:
     def _close_files(self) -> None:
         while self._opened:
             os.close(self._opened.popitem()[1])
+
+
+def _check_ranges(ranges: Sequence[ByteRange], files: Sequence[FileIdentity]) -> None:
+    for each in ranges:
+        end = each.offset + max(0, each.rows - 1) * each.stride + each.row_bytes
+        if not 0 <= each.segment < len(files) or min(each) < 0 or end > files[each.segment].num_bytes:
+            raise ValueError(f"{each} is outside of the {len(files)} segments")
 
 
 def _has_close_rows(chunk: _Chunk) -> bool:

@@ -20,6 +20,8 @@ NOT_REGISTERED = -3
 NOT_TO_BE_PINNED = -202
 MAX_SLICES = 1024
 FIRST_PORT = 15000
+_GONE = 0xEE
+"""What comes of memory that was registered when the read began, and is not any more."""
 
 
 class Memory:
@@ -44,10 +46,11 @@ class FakeMooncake:
         self.calls: list[list[tuple[int, int, int]]] = []
         self.initialized: list[tuple[str, str, str, str]] = []
         self.memories: dict[str, Memory] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._passes = threading.Event()
         self._passes.set()
         self._is_stalled = threading.Event()
+        self._stalled_code = FAILED
         self._num_opened = 0
 
     def __call__(self) -> "FakeTransferEngine":
@@ -55,19 +58,19 @@ class FakeMooncake:
 
     @property
     def live(self) -> list[str]:
-        with self._lock:
+        with self.lock:
             return sorted(self.memories)
 
     @property
     def registered(self) -> list[tuple[int, int]]:
         """Address and size of all that some live engine is told of."""
-        with self._lock:
+        with self.lock:
             return sorted(item for memory in self.memories.values() for item in memory.registered.items())
 
     @contextmanager
-    def stalled(self) -> Iterator[threading.Event]:
-        """Reads do not return meanwhile; the event is set when one has begun. Then they write, and say that they
-        failed."""
+    def stalled(self, code: int = FAILED) -> Iterator[threading.Event]:
+        """Reads do not return meanwhile; the event is set when one has begun. Then they write, and answer `code`."""
+        self._stalled_code = code
         self._passes.clear()
         try:
             yield self._is_stalled
@@ -76,7 +79,7 @@ class FakeMooncake:
             self._passes.set()
 
     def open(self, host: str) -> tuple[str, Memory]:
-        with self._lock:
+        with self.lock:
             self._num_opened += 1
             session = f"[{host}]" if ":" in host else host
             session = f"{session}:{FIRST_PORT + self._num_opened}"
@@ -84,16 +87,16 @@ class FakeMooncake:
             return session, self.memories[session]
 
     def drop(self, session: str) -> None:
-        with self._lock:
+        with self.lock:
             self.memories.pop(session, None)
 
-    def waits(self) -> bool:
-        """True where the call was stalled."""
+    def wait(self) -> int:
+        """What the call is to answer."""
         if self._passes.is_set():
-            return False
+            return 0
         self._is_stalled.set()
         self._passes.wait()
-        return True
+        return self._stalled_code
 
 
 class FakeTransferEngine:
@@ -130,7 +133,8 @@ class FakeTransferEngine:
         return 0
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        return NOT_REGISTERED if self._memory.registered.pop(buffer_addr, None) is None else 0
+        with self._network.lock:
+            return NOT_REGISTERED if self._memory.registered.pop(buffer_addr, None) is None else 0
 
     def batch_transfer_sync_read(
         self,
@@ -141,7 +145,6 @@ class FakeTransferEngine:
     ) -> int:
         network, slices = self._network, list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
         network.calls.append(slices)
-        is_late = network.waits()
         code = network.codes.popleft() if network.codes else 0
         if code:
             if network.writes_after_failure:
@@ -150,9 +153,14 @@ class FakeTransferEngine:
         peer = network.memories.get(target_hostname)
         if peer is None or not self._may(peer, slices):
             return FAILED
-        for target, source, num_bytes in slices:
-            ctypes.memmove(target, source, num_bytes)
-        return FAILED if is_late else 0
+        code = network.wait()
+        with network.lock:  # nobody unregisters, and unmaps, what is just being read
+            for target, source, num_bytes in slices:
+                if peer.has(source, num_bytes):
+                    ctypes.memmove(target, source, num_bytes)
+                else:
+                    ctypes.memset(target, _GONE, num_bytes)
+        return code
 
     def _may(self, peer: Memory, slices: Sequence[tuple[int, int, int]]) -> bool:
         if not 0 < len(slices) <= MAX_SLICES:
@@ -172,7 +180,7 @@ class _LateWriter:
 
     def begin(self, address: int) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._write, args=(address,), daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(address,), name="late writer", daemon=True)
             self._thread.start()
 
     def _write(self, address: int) -> None:

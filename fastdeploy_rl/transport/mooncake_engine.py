@@ -119,9 +119,7 @@ class MooncakeSettings:
         if self.protocol == "rdma":
             _check_devices(self.device_name, self.infiniband_dir)
         elif self.device_name:
-            raise ConfigurationError(
-                f"mooncake: device_name {self.device_name!r:.80} is of use with protocol rdma only"
-            )
+            raise ConfigurationError(f"mooncake: device_name {self.device_name!r:.80} is for protocol rdma only")
 
 
 def _check_devices(device_name: str, infiniband_dir: Path) -> None:

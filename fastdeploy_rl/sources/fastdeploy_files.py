@@ -88,7 +88,7 @@ def _list(directory: Path) -> list[_Named]:
     try:
         with os.scandir(directory) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigurationError(f"{directory} cannot be read: {error.strerror}") from error
@@ -102,8 +102,8 @@ def _parsed(name: str) -> _Named | None:
         return _Named(int(match["rank"]), match["gpu"], None if part is None else int(part), name)
     if match := _LEGACY_NAME.fullmatch(name):
         return _Named(None, match["gpu"], None, name)
-    if name.startswith("model_state.") and name.endswith(".pdparams"):
-        _log.warning("event=ignored file=%r reason='not one of the names of a snapshot'", name)
+    if name.startswith("model_state.tp") and ".part" in name:
+        _log.warning("event=ignored file=%r reason='not the name of a part of a snapshot'", name)
     return None
 
 

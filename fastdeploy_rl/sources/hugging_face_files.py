@@ -33,13 +33,13 @@ class _Index(msgspec.Struct):
 def find_hugging_face(directory: Path) -> FoundFiles | None:
     """The checkpoint in that directory; None where there is none. CheckpointError for an index that cannot be
     followed."""
-    if not (directory / INDEX_FILE).exists():
-        if not (directory / WEIGHTS_FILE).exists():
+    if not os.path.exists(directory / INDEX_FILE):
+        if not os.path.exists(directory / WEIGHTS_FILE):
             return None
         return FoundFiles(directory, (WEIGHTS_FILE,), lambda: _read_layout(directory, {}), "hugging_face")
     shards = _shards(directory / INDEX_FILE)
     names = tuple(sorted(set(shards.values())))
-    if WEIGHTS_FILE not in names and (directory / WEIGHTS_FILE).exists():
+    if WEIGHTS_FILE not in names and os.path.exists(directory / WEIGHTS_FILE):
         raise CheckpointError(
             f"{directory}: {WEIGHTS_FILE} and {INDEX_FILE} are both here, and the index does not name the file; "
             f"remove the one that is not meant"

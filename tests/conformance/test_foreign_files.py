@@ -258,6 +258,19 @@ def test_a_part_that_is_there_twice_is_refused(places: Places) -> None:
     assert_refused(places, TrainerError, "rank 0 has a part twice: 0, 1, 1, 2")
 
 
+def test_a_file_that_is_named_almost_like_a_part_is_left_alone_and_said(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As FastDeploy does."""
+    write_ranks(places, in_parts)
+    (places.model / "model_state.tp0.0.partx.pdparams").write_bytes(b"?")
+    (places.model / "model_state.pdparams").write_bytes(b"?")
+    assert_taken(places)
+    assert {record.getMessage() for record in caplog.records if "ignored" in record.getMessage()} == {
+        "event=ignored file='model_state.tp0.0.partx.pdparams' reason='not the name of a part of a snapshot'"
+    }
+
+
 def test_a_last_part_that_one_rank_lacks_shows_in_what_it_has(places: Places) -> None:
     write_ranks(places, in_parts)
     (places.model / part_name(1, 1, 2)).unlink()

@@ -177,6 +177,14 @@ def test_everything_is_given_once_and_complete(channel: Path, publisher: WeightP
     source.close()
 
 
+def test_another_layout_is_another_plan(source: FetchingSource, publisher: WeightPublisher) -> None:
+    for step, layout in ((1, "full"), (2, "tp:2"), (3, "full")):
+        publisher.publish(weights(step), step=step, layout=layout)
+        resolved, staged = stage(source)
+        assert_staged(resolved.manifest, arrived(staged), weights(step))
+        staged.release()
+
+
 def test_a_model_without_parameters_fetches_nothing(source: FetchingSource, publisher: WeightPublisher) -> None:
     publisher.publish({"empty": np.zeros((0, 3), np.float32)}, step=1)
     _, staged = stage(source)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors import deserialize
@@ -20,7 +21,7 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.publisher import WeightPublisher
-from fastdeploy_rl.publish.snapshot_directory import Snapshot
+from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
 from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
@@ -281,6 +282,29 @@ def test_the_reference_implementation_reads_every_shard(
     latest = json.loads((snapshot.path.parent / "LATEST").read_text())
     assert latest["version"] == str(snapshot.version)
     assert (snapshot.path.parent / latest["file"]).is_file()
+
+
+def test_a_version_that_goes_while_it_is_read_is_no_fault_and_a_newer_one_is_taken(
+    source: SnapshotSource, three: list[Snapshot], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that was listed goes before it is read, as where a writer keeps one version and a reader is slow."""
+    listed = SnapshotDirectory.entries
+    monkeypatch.setattr(SnapshotDirectory, "entries", lambda self: _listed_before(listed(self), three, monkeypatch))
+    assert source.resolve(None, deadline_ns=soon()).version == WeightVersion(1, 4)
+    assert caplog.messages == []
+
+
+def _listed_before(entries: list[Entry], written: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    """The first time only: meanwhile 1.4 comes, of the contents of 1.3, and the others go."""
+    monkeypatch.undo()
+    newest = msgspec.structs.replace(written[2].manifest, version="1.4")
+    directory = SnapshotDirectory(written[2].path.parent.parent)
+    temporary = directory.begin()
+    for segment in newest.segments:
+        (written[2].path / segment.locator).rename(temporary / segment.locator)
+    directory.finish(temporary, newest)
+    directory.prune(1)
+    return entries
 
 
 def test_a_reader_never_misses_while_versions_come_and_go(channel: Path, source: SnapshotSource) -> None:

@@ -273,18 +273,17 @@ class ShelvedLease:
         return self._version.locators
 
     def runs(self, ranges: Sequence[ByteRange]) -> list[Run]:
-        return [run for wanted in ranges for run in self._rows(joined(wanted))]
+        return [self._run(joined(wanted)) for wanted in ranges if wanted.num_bytes]
 
-    def _rows(self, wanted: ByteRange) -> list[Run]:
-        if wanted.segment >= len(self._version.sizes):
-            raise ValueError(f"segment {wanted.segment} of {len(self._version.sizes)}")
-        if not wanted.num_bytes:
-            return []
+    def _run(self, wanted: ByteRange) -> Run:
+        sizes = self._version.sizes
+        if wanted.segment >= len(sizes):
+            raise ValueError(f"segment {wanted.segment} of {len(sizes)}")
         stop = wanted.offset + (wanted.rows - 1) * wanted.stride + wanted.row_bytes
-        if stop > self._version.sizes[wanted.segment]:
-            raise ValueError(f"bytes up to {stop} of a segment of {self._version.sizes[wanted.segment]}")
-        mapping, size = self._version.mappings[wanted.segment], wanted.row_bytes
-        return [Run(mapping, wanted.offset + row * wanted.stride, size) for row in range(wanted.rows)]
+        if stop > sizes[wanted.segment]:
+            raise ValueError(f"bytes up to {stop} of a segment of {sizes[wanted.segment]}")
+        mapping = self._version.mappings[wanted.segment]
+        return Run(mapping, wanted.offset, wanted.row_bytes, wanted.stride, wanted.rows)
 
     def holdings(self) -> list[ByteRange]:
         """Everything."""

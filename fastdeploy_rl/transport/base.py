@@ -66,11 +66,13 @@ class Transport(Protocol):
 
 
 class Run(NamedTuple):
-    """Bytes in local memory that a server sends."""
+    """Bytes in local memory that a server sends: `rows` rows of `num_bytes`, `stride` apart from `offset` on."""
 
     mapping: Mapping
     offset: int
     num_bytes: int
+    stride: int = 0
+    rows: int = 1
 
 
 class ShelvedVersion(Protocol):

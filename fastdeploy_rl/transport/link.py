@@ -38,8 +38,9 @@ class Link:
         except BlockingIOError as error:
             raise TimeoutError("nobody answers") from error
 
-    def send(self, message: wire.Message, deadline_ns: int) -> None:
-        self.send_buffers([memoryview(wire.encode(message))], deadline_ns)
+    def send(self, message: wire.Message, deadline_ns: int, stall_ns: int | None = None) -> None:
+        """As `send_buffers`."""
+        self.send_buffers([memoryview(wire.encode(message))], deadline_ns, stall_ns)
 
     def receive(self, max_bytes: int, deadline_ns: int) -> wire.Message:
         """The next message. ConnectionError when the other end has gone."""

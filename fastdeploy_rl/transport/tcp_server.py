@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from fastdeploy_rl.config import Deadlines
@@ -35,6 +35,7 @@ from fastdeploy_rl.transport import wire
 from fastdeploy_rl.transport.address import Address
 from fastdeploy_rl.transport.base import Run, Shelf, ShelvedVersion
 from fastdeploy_rl.transport.link import Link
+from fastdeploy_rl.transport.outgoing import Outgoing
 from fastdeploy_rl.transport.secret import checked_secret
 from fastdeploy_rl.version import WeightVersion
 
@@ -182,6 +183,7 @@ class _Connection:
         self._deadlines = server.deadlines
         self._link = link
         self._held: tuple[str, ShelvedVersion] | None = None
+        self._outgoing = Outgoing()
         self._reading = threading.Lock()
         self._is_withdrawn = False
 
@@ -246,7 +248,7 @@ class _Connection:
             self._reply(wire.failed(error))
 
     def _reply(self, message: wire.Message) -> None:
-        self._link.send(message, _in(self._deadlines.stall_s))
+        self._link.send(message, _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s))
 
     def _offered(self, text: str) -> bytes:
         try:
@@ -284,7 +286,7 @@ class _Connection:
             runs = self._holding()[1].runs(request.ranges)
         except ValueError as error:
             raise ManifestError(f"the version has no such bytes: {error}") from error
-        if sum(run.num_bytes for run in runs) != request.num_bytes:
+        if _num_bytes(runs) != request.num_bytes:
             raise SegmentError("the shelf gives other bytes than it was asked for")
         return runs
 
@@ -294,15 +296,16 @@ class _Connection:
         return self._held
 
     def _send(self, runs: Sequence[Run]) -> None:
-        num_bytes = sum(run.num_bytes for run in runs)
-        header = wire.encode(wire.Data(num_bytes))
+        num_bytes = _num_bytes(runs)
+        deadline_ns, stall_ns = _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s)
         with self._reading:
             if self._is_withdrawn:
                 raise ConnectionAbortedError("the version was withdrawn")
-            with _views(runs) as views:
-                self._server.count(num_bytes)  # before its client can have them
-                deadline_ns, stall_ns = _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s)
-                self._link.send_buffers([memoryview(header), *views], deadline_ns, stall_ns)
+            self._server.count(num_bytes)  # before its client can have them
+            self._link.send(wire.Data(num_bytes), deadline_ns, stall_ns)
+            with contextlib.closing(self._outgoing.batches(runs)) as batches:
+                for buffers in batches:
+                    self._link.send_buffers(buffers, deadline_ns, stall_ns)
 
     def _withdraw(self) -> None:
         """The shelf needs the memory: nothing is read from it any more when this returns."""
@@ -313,18 +316,8 @@ class _Connection:
         self._reading.release()
 
 
-@contextlib.contextmanager
-def _views(runs: Sequence[Run]) -> Iterator[list[memoryview]]:
-    """The bytes of the runs. Given back at the end, also where an error's traceback still knows them."""
-    views: list[memoryview] = []
-    try:
-        for run in runs:
-            with memoryview(run.mapping) as whole:
-                views.append(whole[run.offset : run.offset + run.num_bytes])
-        yield views
-    finally:
-        for view in views:
-            view.release()
+def _num_bytes(runs: Sequence[Run]) -> int:
+    return sum(run.rows * run.num_bytes for run in runs)
 
 
 def _listening(host: str, port: int) -> socket.socket:

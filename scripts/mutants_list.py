@@ -609,4 +609,12 @@ MUTANTS = (
         'return scheme.lower() == b"bearer" and bool(matches)',
         "tests/engines/test_http_api_key.py::test_without_a_known_key_nothing_happens",
     ),
+    _mutant(
+        "withdrawn_memory_is_read_on",
+        "memory that is wanted back is read by nobody when it was withdrawn",
+        f"{_P}sources/held_versions.py",
+        "            reader.on_withdraw()",
+        "            pass",
+        "tests/unit/test_held_versions.py::test_withdrawn_memory_is_nobodys_any_more",
+    ),
 )

@@ -410,9 +410,10 @@ def test_a_package_that_hangs_is_given_up_at_the_deadline_and_writes_nowhere(
     let_go = threading.Event()
     hung: list[threading.Thread] = []
 
-    def hang(self: object) -> None:
+    def hang(self: Any) -> None:
         hung.append(threading.current_thread())
         let_go.wait(60)
+        self._is_initialized = True
 
     with monkeypatch.context() as patch:
         for client in (fake.RDMAWeightsDownloader, fake.CheckpointTransfer):

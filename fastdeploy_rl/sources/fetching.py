@@ -9,7 +9,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -28,7 +27,6 @@ from fastdeploy_rl.version import WeightVersion
 _logger = logging.getLogger(__name__)
 _MAX_OFFERS = 4
 """That are remembered: of the two versions that may be staged, and of two more."""
-_MAX_DISCREDITED = 64
 
 
 class Holder(Protocol):
@@ -62,19 +60,12 @@ class FetchingSource:
         self._staged: list[FetchedVersion] = []
         self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
-        self._discredited: deque[tuple[WeightVersion, str]] = deque(maxlen=_MAX_DISCREDITED)
 
     # --- which version -----------------------------------------------------------------------------
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
-        """Without a version the one that the model's version file names, else the newest. NoPublicationError also where
-        that one was discredited: there is no older one to take in its place."""
+        """Without a version the one that the model's version file names, else the newest."""
         offer = self._wanted(deadline_ns) if version is None else self._offer(version, deadline_ns)
-        if version is None and self._is_discredited(offer):
-            raise NoPublicationError(
-                f"version {offer.version} was fetched, and its bytes are not what its manifest says; publish again, or "
-                "ask for a version by name"
-            )
         return ResolvedPublication(offer.version, offer.manifest)
 
     def _wanted(self, deadline_ns: int) -> Offer:
@@ -105,12 +96,8 @@ class FetchingSource:
         return Offer(resolved.version, resolved.manifest, file_digest(encode(resolved.manifest)))
 
     def discredit(self, resolved: ResolvedPublication) -> None:
-        with self._lock:
-            self._discredited.append((resolved.version, resolved.manifest.content_digest))
-
-    def _is_discredited(self, offer: Offer) -> bool:
-        with self._lock:
-            return (offer.version, offer.manifest.content_digest) in self._discredited
+        """Its bytes may have been spoilt on the way, by a wire or a peer: asked for again, they are fetched again. There
+        is no older version to take in its place."""
 
     # --- its bytes ---------------------------------------------------------------------------------
 

@@ -435,16 +435,16 @@ def test_equal_manifests_are_one_object_and_named_by_the_digest_of_their_bytes(
     assert asked == [file_digest(encode(published.manifest))] * 2
 
 
-def test_a_discredited_newest_version_is_refused_until_another_is_published(
+def test_a_version_whose_bytes_were_spoilt_on_the_way_is_fetched_again(
     source: FetchingSource, publisher: WeightPublisher
 ) -> None:
     published = publisher.publish(weights(1), step=1)
     source.discredit(source.resolve(None, deadline_ns=soon()))
-    with pytest.raises(NoPublicationError, match=rf"version {published.version} was fetched, and its bytes are not"):
-        source.resolve(None, deadline_ns=soon())
-    assert source.resolve(published.version, deadline_ns=soon()).manifest == published.manifest
-    publisher.publish(weights(2), step=2)
-    assert source.resolve(None, deadline_ns=soon()).version.step == 2
+    resolved = source.resolve(None, deadline_ns=soon())
+    assert resolved.version == published.version
+    staged = arrived(source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon()))
+    assert_staged(resolved.manifest, staged, weights(1))
+    staged.release()
 
 
 @pytest.mark.parametrize(("text", "step"), [("step: 1", 1), ("step: 1.1", 1), ("step: 2", 2), ("other: 1", None)])

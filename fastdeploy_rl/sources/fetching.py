@@ -96,8 +96,8 @@ class FetchingSource:
         return Offer(resolved.version, resolved.manifest, file_digest(encode(resolved.manifest)))
 
     def discredit(self, resolved: ResolvedPublication) -> None:
-        """Its bytes may have been spoilt on the way, by a wire or a peer: asked for again, they are fetched again. There
-        is no older version to take in its place."""
+        """Its bytes may have been spoilt on the way, by a wire or a peer: asked for again, they are fetched again. No
+        older version is there to take in its place."""
 
     # --- its bytes ---------------------------------------------------------------------------------
 

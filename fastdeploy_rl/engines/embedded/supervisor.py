@@ -52,7 +52,8 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.memory.private_directory import check_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
-from fastdeploy_rl.sources.registry import takes_newest_at_start
+from fastdeploy_rl.sources.described import check_not_open_to_all
+from fastdeploy_rl.sources.registry import IPC_SNAPSHOT, takes_newest_at_start
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.history import read_history
 from fastdeploy_rl.update.rank_files import RankFiles
@@ -177,10 +178,14 @@ def check_model(config: ServeConfig) -> CheckedModel:
     return CheckedModel(model, tokenizer, max_model_len, config.model_dir.resolve().name, defaults)
 
 
-def check_channel(channel: Path) -> None:
-    """ConfigurationError for a channel that trainers could not use either; one that is not there yet is fine."""
+def check_channel(channel: Path, load_strategy: str) -> None:
+    """ConfigurationError for a channel that trainers could not use either; one that is not there yet is fine. Files may
+    also lie where others read them: what the package itself puts there has private directories of its own."""
     try:
-        check_private_directory(channel)
+        if load_strategy == IPC_SNAPSHOT and channel.exists():
+            check_not_open_to_all(channel, ())
+        else:
+            check_private_directory(channel)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -219,7 +224,7 @@ class _Engine:
         async with AsyncExitStack() as stack:
             stack.enter_context(_signals(self._on_signal))
             model = check_model(self._config)
-            check_channel(self._config.channel)
+            check_channel(self._config.channel, self._config.load_strategy)
             _make_log_dir(self._config.log_dir)
             listener = stack.enter_context(bind(self._config.host, self._config.port))
             history = self._config.log_dir / HISTORY

@@ -97,6 +97,8 @@ class PeerTransport:
         if self._publisher is not None:
             try:
                 return self._publisher.offer(version, deadline_ns=_soon(deadline_ns))
+            except AuthenticationError:
+                raise  # it is there, and a wrong secret is nothing that peers should hide
             except _FAILURES as error:
                 failures.append(error)
         offers = []

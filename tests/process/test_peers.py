@@ -73,8 +73,9 @@ def channel(tmp_path: Path) -> Path:
     return tmp_path / "channel"
 
 
-@pytest.mark.parametrize(("num_ranks", "num_late"), [(2, 2), (1, 3), (3, 1), (2, 3)])
-@pytest.mark.parametrize("apply_mode", ["auto", "copy"])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_late", "apply_mode"), [(2, 2, "auto"), (1, 3, "alias"), (3, 1, "auto"), (2, 3, "copy")]
+)
 def test_a_late_joiner_reads_nothing_but_the_manifest_from_the_trainer(
     channel: Path, num_ranks: int, num_late: int, apply_mode: str
 ):
@@ -141,6 +142,28 @@ def test_a_late_joiner_is_a_peer_for_the_next_one(channel: Path, tmp_path: Path)
         assert third.holds(weights)
 
 
+def test_engines_that_name_each_other_and_themselves_take_turns(channel: Path):
+    """One list of peers in the configuration of all of them."""
+    ports = free_ports(2)
+    addresses = [f"127.0.0.1:{port}" for port in (ports, ports + 1)]
+    with (
+        Trainer("rsync", channel) as trainer,
+        engine(channel, 1, serve=addresses[0], peers=addresses) as first,
+        engine(channel, 1, serve=addresses[1], peers=addresses) as second,
+        BoardClient(first.port) as first_client,
+        BoardClient(second.port) as second_client,
+    ):
+        num_bytes = 0
+        for step in (1, 2, 3):
+            weights = publish(trainer, step)
+            for client in (first_client, second_client)[:: 1 if step % 2 else -1]:
+                assert client.update().version == f"1.{step}"
+            assert first.holds(weights)
+            assert second.holds(weights)
+            num_bytes = num_bytes or trainer.server.num_payload_bytes
+            assert trainer.server.num_payload_bytes == step * num_bytes
+
+
 def test_a_peer_that_was_cleared_has_nothing_to_give(channel: Path):
     """Its memory is gone: the trainer is asked."""
     with (
@@ -191,6 +214,7 @@ class Passage:
         self._port = int(port)
         self._left = num_bytes
         self._action = action
+        self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -242,6 +266,7 @@ class Passage:
             self._left -= num_bytes
             if is_due:
                 self._action()
+                self.is_done.set()
 
 
 def test_a_peer_that_is_killed_in_the_middle_is_replaced_by_the_trainer(channel: Path):
@@ -282,4 +307,5 @@ def test_a_peer_that_goes_on_to_a_newer_version_in_the_middle_tears_nothing(chan
         assert client.update().version == "1.1"
         assert late.holds(older)
         assert client.receipt(recompute=True).version == "1.1"
+        assert passage.is_done.wait(30)
         assert (peer.holds(newer), peer_client.status().version) == (True, "1.3")

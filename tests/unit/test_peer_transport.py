@@ -10,7 +10,13 @@ import pytest
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import of_bytes
-from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, NoPublicationError, PeerLostError
+from fastdeploy_rl.errors import (
+    AuthenticationError,
+    DeadlineExceededError,
+    FastDeployRLError,
+    NoPublicationError,
+    PeerLostError,
+)
 from fastdeploy_rl.manifest import Part, Segment, Tensor
 from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
@@ -259,6 +265,12 @@ def test_without_a_publisher_the_newest_of_the_peers_is_taken(publisher: Server 
     peers = [engine(Server(step=2)), engine(Server(step=4)), engine(Server(error=NOBODY)), engine(Server(step=3))]
     transport = PeerTransport(publisher, peers, 0)
     assert transport.offer(None, deadline_ns=soon()).version == WeightVersion(1, 4)
+
+
+def test_a_publisher_with_another_secret_is_not_passed_over() -> None:
+    publisher = Server(error=AuthenticationError("the weight server has another secret"))
+    with pytest.raises(AuthenticationError, match="another secret"):
+        PeerTransport(publisher, [engine(Server())], 0).offer(None, deadline_ns=soon())
 
 
 def test_what_nobody_has_is_the_publishers_error_to_tell() -> None:

@@ -35,8 +35,8 @@ class Memory:
 
 
 class FakeMooncake:
-    """The library, called for a new engine, and the network between its engines. `codes`: what the next reads answer
-    instead of doing something. `calls`: the slices of each read so far. `live`: engines that have not been dropped."""
+    """The library, called for a new engine, and the network between its engines. `codes`: what the next reads answer,
+    at once; but for 0 they do nothing else. `calls`: the slices of each read so far. `live`: engines that have not been dropped."""
 
     def __init__(self, *, initialize_code: int = 0, register_code: int = 0) -> None:
         self.initialize_code = initialize_code
@@ -69,14 +69,18 @@ class FakeMooncake:
 
     @contextmanager
     def stalled(self, code: int = FAILED) -> Iterator[threading.Event]:
-        """Reads do not return meanwhile; the event is set when one has begun. Then they write, and answer `code`."""
+        """Reads do not return meanwhile, or until `lift`; the event is set when one has begun. Then they write, and
+        answer `code`."""
         self._stalled_code = code
         self._passes.clear()
         try:
             yield self._is_stalled
         finally:
-            self._is_stalled.clear()
-            self._passes.set()
+            self.lift()
+
+    def lift(self) -> None:
+        self._is_stalled.clear()
+        self._passes.set()
 
     def open(self, host: str) -> tuple[str, Memory]:
         with self.lock:
@@ -145,7 +149,7 @@ class FakeTransferEngine:
     ) -> int:
         network, slices = self._network, list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
         network.calls.append(slices)
-        code = network.codes.popleft() if network.codes else 0
+        code = network.codes.popleft() if network.codes else None
         if code:
             if network.writes_after_failure:
                 self._late.begin(slices[0][0])
@@ -153,7 +157,7 @@ class FakeTransferEngine:
         peer = network.memories.get(target_hostname)
         if peer is None or not self._may(peer, slices):
             return FAILED
-        code = network.wait()
+        code = network.wait() if code is None else code
         with network.lock:  # nobody unregisters, and unmaps, what is just being read
             for target, source, num_bytes in slices:
                 if peer.has(source, num_bytes):

@@ -143,13 +143,16 @@ class _Engines:
         return self._settings.protocol == "rdma"
 
     def take(self, deadline_ns: int) -> MooncakeEngine:
-        patience = patience_s((deadline_ns - time.monotonic_ns()) / 1e9)
+        """One that gives up by itself about when the deadline is over."""
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+        patience = patience_s(left_s)
         engine = self._swap(None)
-        if engine is not None and engine.patience_s == patience:
-            return engine
-        if engine is not None:
+        if engine is not None and engine.patience_s != patience:
             engine.close()
-        return MooncakeEngine.open(self._settings, self._library, patience_s=patience)
+            engine = None
+        engine = engine or MooncakeEngine.open(self._settings, self._library, patience_s=patience)
+        engine.limit_stalls(left_s)
+        return engine
 
     def keep(self, engine: MooncakeEngine) -> None:
         other = self._swap(engine)
@@ -429,8 +432,9 @@ class MooncakeFetch:
         return True
 
     def _lost(self, error: PeerLostError) -> None:
+        is_news = str(error) != self._trouble
         self._places, self._trouble = None, str(error)
-        if not self._is_ending.is_set():
+        if is_news and not self._is_ending.is_set():
             _logger.warning("mooncake is interrupted: version=%s reason=%s", self._work.offer.version, error)
 
     def _pull(self, places: Places) -> None:

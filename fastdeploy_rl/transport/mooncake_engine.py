@@ -11,6 +11,7 @@ where it finds no HCA; MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TRANSFER_TIMEOUT, its 
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ MAX_SLICES = 1024
 _MIN_TRANSFER_S = 5
 """Less than this the library does not take for MC_TRANSFER_TIMEOUT."""
 _MAX_PROGRESS_S = 30
-"""Without a byte a transfer is given up after so long, however far its deadline is."""
+"""Without a byte a read is given up after so long, however far its deadline is: then the publisher is asked again."""
 _ENVIRONMENT = threading.Lock()
 """One engine is opened at a time: each finds the variables that are meant for it."""
 _PACKAGES = {
@@ -204,18 +205,15 @@ class MooncakeEngine:
 
     @classmethod
     def open(cls, settings: MooncakeSettings, library: Library, *, patience_s: int) -> "MooncakeEngine":
-        """Listens from now on: with protocol tcp on every interface. A transfer ends by itself, failed, after
-        `patience_s` and a second for each GB, or when no byte came for as long (30 s at most)."""
+        """Listens from now on: with protocol tcp on every interface. A read ends by itself, failed, after `patience_s`
+        and a second for each GB."""
         forced = {"MC_FORCE_TCP": "1", "MC_FORCE_HCA": None}
         if settings.protocol == "rdma":
             forced = {"MC_FORCE_TCP": None, "MC_FORCE_HCA": "1"}
-        limits = {"MC_TRANSFER_TIMEOUT": str(max(_MIN_TRANSFER_S, patience_s))}
-        limits["MC_TCP_PROGRESS_TIMEOUT_SEC"] = str(min(_MAX_PROGRESS_S, patience_s))
+        limit = {"MC_TRANSFER_TIMEOUT": str(max(_MIN_TRANSFER_S, patience_s))}
         with _ENVIRONMENT:
-            # These are asked for again in every transfer, so they stay.
-            changed_environ(limits)
             _quiet()
-            former = changed_environ(forced)
+            former = changed_environ(forced | limit)
             try:
                 raw = library()
                 code = raw.initialize(settings.local_hostname, "P2PHANDSHAKE", settings.protocol, settings.device_name)
@@ -247,6 +245,12 @@ class MooncakeEngine:
         if self._raw is None:
             raise SegmentError("mooncake: the engine is closed")
         return self._raw
+
+    def limit_stalls(self, seconds: float) -> None:
+        """Over tcp a read ends, failed, when no byte came for so long; 30 s at most. Of every engine of this process:
+        the library asks for the variable each time."""
+        whole = min(_MAX_PROGRESS_S, max(1, math.ceil(seconds)))
+        changed_environ({"MC_TCP_PROGRESS_TIMEOUT_SEC": str(whole)})
 
     def register(self, address: int, num_bytes: int) -> None:
         """Whoever reaches the engine can read this memory from now on, and write to it where it is mapped writable."""

@@ -68,7 +68,7 @@ class Scene:
     server: TcpServer
     exporter: MooncakeExporter
     transport: MooncakeTransport
-    channel: Channel
+    exporting: ExportingShelf
 
     def offer(self) -> Offer:
         return self.transport.offer(None, deadline_ns=soon())
@@ -96,7 +96,7 @@ def scene(
             transport = MooncakeTransport.open(
                 server.address, settings, library=library, bucket_bytes=bucket_bytes, deadlines=deadlines
             )
-            yield Scene(publisher, server, exporter, transport, channel)
+            yield Scene(publisher, server, exporter, transport, exporting)
             transport.close()
         exporter.close()
         shelf.close()
@@ -303,7 +303,7 @@ def test_over_tcp_nobody_is_told_of_the_memory_that_is_fetched_into(tmp_path: Pa
 
 def test_a_failed_call_is_made_again_from_where_it_stopped(tmp_path: Path, infiniband_dir: Path) -> None:
     fake = FakeMooncake()
-    fake.codes.extend([0, -1])  # the first says that it is done, and has done nothing
+    fake.codes.extend([0, -1])
     target = Mapping.private(TARGET_BYTES)
     with fake_scene(tmp_path, fake, infiniband_dir) as here:
         offer = here.offer()
@@ -358,6 +358,28 @@ def test_bytes_that_were_not_held_all_the_while_are_not_taken(tmp_path: Path, in
         fetch.close()
         assert fetch.num_bytes == 0
         assert len(fake.calls) == 1
+
+
+def test_a_server_that_is_started_again_elsewhere_is_found_and_the_fetch_goes_on(tmp_path: Path) -> None:
+    fake = FakeMooncake()
+    target = Mapping.private(TARGET_BYTES)
+    with fake_scene(tmp_path, fake, tmp_path, "tcp") as here:
+        servers = [here.server.address]
+        transport = MooncakeTransport.open(lambda: servers[-1], library=fake, bucket_bytes=1 << 20)
+        offer = transport.offer(None, deadline_ns=soon())
+        fake.codes.append(0)
+        with fake.stalled() as is_stalled:
+            fetch = transport.fetch(offer, RANGES, target, deadline_ns=soon())
+            assert is_stalled.wait(SOON_S)
+            here.server.close()
+            with TcpServer(here.exporting, locate=here.exporting.locate) as server:
+                servers.append(server.address)
+                fake.lift()
+                assert sorted(fetched(fetch)) == [0, 1, 2, 3]
+        transport.close()
+        assert [landed(target, each) for each in RANGES[1:]] == [published(offer, each) for each in RANGES[1:]]
+    begins = [call[0][0] - target.address for call in fake.calls]
+    assert begins[:4] == [0, 1 << 20, 1 << 20, 2 << 20]
 
 
 def test_a_version_that_is_gone_is_said_to_be_gone(tmp_path: Path, infiniband_dir: Path) -> None:

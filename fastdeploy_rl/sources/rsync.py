@@ -56,7 +56,7 @@ def _peer_engines(chosen: TcpConfig | MooncakeConfig, rank: int, secret: bytes |
 
     def connect(address: str) -> TcpTransport:
         return TcpTransport(
-            None, peers=(address,), secret=secret, num_streams=num_streams, bucket_bytes=chosen.bucket_bytes
+            address, secret=secret, num_streams=num_streams, bucket_bytes=chosen.bucket_bytes, is_peer=True
         )
 
     return [peer_engine(address, rank, connect, secret) for address in chosen.peers]

@@ -43,16 +43,11 @@ class Bucket:
     def is_complete(self) -> bool:
         return self.num_landed == self.num_bytes
 
-    @property
-    def incomplete(self) -> tuple[Piece, ...]:
-        """Pieces of which something has not landed, whole."""
-        return self.pieces[self._num_complete :]
-
     def land(self, num_bytes: int) -> list[Piece]:
         """That many more have landed; the pieces that are complete with them."""
         self.num_landed += num_bytes
         complete = []
-        for piece in self.incomplete:
+        for piece in self.pieces[self._num_complete :]:
             if self._complete_bytes + piece.wanted.num_bytes > self.num_landed:
                 break
             self._complete_bytes += piece.wanted.num_bytes
@@ -64,7 +59,7 @@ class Bucket:
         """What has not landed: the rest of one piece, and all after it."""
         skip = self.num_landed - self._complete_bytes
         left = []
-        for index, wanted in self.incomplete:
+        for index, wanted in self.pieces[self._num_complete :]:
             left += [Piece(index, rest) for rest in part(wanted, skip, wanted.num_bytes)]
             skip = 0
         return left

@@ -1,31 +1,19 @@
-"""One fetch over tcp: streams that take buckets of ranges from one desk, each over connections of its own.
+"""One fetch over tcp: streams that take buckets of ranges from one desk, each over a connection of its own.
 
-Owns the threads, their connections, and what is known of each server in this fetch. A connection that is lost goes on
-where it stopped, here or at another server; one that lacks the version is asked no more, one that lacks some ranges not
-for these. Refuses to know manifests and tensors. Invariant: nobody writes into the target after `TcpFetch.close`.
+Owns the threads and their connections. A connection that is lost goes on where it stopped. Refuses to know manifests
+and tensors. Invariant: nobody writes into the target after `TcpFetch.close`.
 """
 
-import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from fastdeploy_rl import _native
-from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import (
-    DeadlineExceededError,
-    FastDeployRLError,
-    LifecycleError,
-    NoPublicationError,
-    OverloadedError,
-    PeerLostError,
-)
+from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, OverloadedError, PeerLostError
 from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.buckets import Bucket, buckets, spans
-from fastdeploy_rl.transport.connection import Connection, Server
-
-_log = logging.getLogger(__name__)
+from fastdeploy_rl.transport.connection import Connection
 
 _STEP_BYTES = 8 << 20
 """That arrive between two looks at who wants to know of them, or has had enough."""
@@ -43,38 +31,18 @@ class _StoppedError(Exception):
     """The fetch is over: its stream ends."""
 
 
-class Source:
-    """A server in one fetch. Its desk's lock guards it."""
-
-    def __init__(self, server: Server, *, is_peer: bool) -> None:
-        """A peer may go at any time, and is not waited for."""
-        self.server = server
-        self.is_peer = is_peer
-        self.error: FastDeployRLError | None = None
-        self.is_out = False
-        self.num_failures = 0
-        self.retry_ns = 0
-
-
 class Desk:
-    """What streams share: the buckets that are left, the servers, what is complete, and why the fetch ended."""
+    """What streams share: the buckets that are left, when the server is asked again, what is complete, and why the
+    fetch ended."""
 
     def __init__(
-        self,
-        offer: Offer,
-        ranges: Sequence[ByteRange],
-        bucket_bytes: int,
-        peers: Sequence[Server],
-        publisher: Server | None,
-        deadline_ns: int,
+        self, offer: Offer, ranges: Sequence[ByteRange], bucket_bytes: int, deadline_ns: int, *, is_patient: bool
     ) -> None:
-        """Peers are asked before the publisher, those that come first before the others."""
+        """`is_patient`: a server that was lost is asked again until the deadline."""
         self.offer = offer
         self.deadline_ns = deadline_ns
         self.num_bytes = 0
-        self._sources = [Source(server, is_peer=True) for server in peers]
-        if publisher is not None:
-            self._sources.append(Source(publisher, is_peer=False))
+        self._is_patient = is_patient
         self._buckets = buckets(ranges, bucket_bytes)
         self._left = [each.num_bytes for each in ranges]
         self._complete = [index for index, left in enumerate(self._left) if not left]
@@ -82,83 +50,64 @@ class Desk:
         self._error: BaseException | None = None
         self._is_stopped = False
         self._begun = time.monotonic()
+        self._wrong = ""
+        self._num_failures = 0
+        self._retry_ns = 0
 
     # --- for streams -------------------------------------------------------------------------------
 
     def next_bucket(self) -> Bucket | None:
         """None: all are taken."""
         with self._changed:
-            self._check_going()
+            self.check_going()
             return next(self._buckets, None)
 
     def check_going(self) -> None:
-        with self._changed:
-            self._check_going()
-
-    def _check_going(self) -> None:
         if self._is_stopped or self._error is not None:
             raise _StoppedError
 
-    def best_source(self, without: Mapping[Source, NoPublicationError]) -> Source:
-        """The first that can be asked now, waiting for one that failed before; not those of `without`, who said that
-        they lack what is wanted. When none is left: what the last one said."""
+    def await_turn(self) -> None:
+        """Returns when the server may be asked; DeadlineExceededError when that is too late."""
         with self._changed:
             while True:
-                self._check_going()
-                left = [source for source in self._sources if not source.is_out and source not in without]
-                if not left:
-                    raise self._nobody_left(without)
+                self.check_going()
                 now = time.monotonic_ns()
                 if now >= self.deadline_ns:
                     raise self._out_of_time()
-                for source in left:
-                    if source.retry_ns <= now:
-                        return source
-                until_ns = min(self.deadline_ns, *(source.retry_ns for source in left))
-                self._changed.wait((until_ns - now) / 1e9)
+                if now >= self._retry_ns:
+                    return
+                self._changed.wait((min(self.deadline_ns, self._retry_ns) - now) / 1e9)
 
-    def put_off(self, source: Source, error: FastDeployRLError, seconds: float) -> None:
-        """It failed after so long, and is asked again after a while that is longer than that; a peer is not."""
-        if source.is_peer:
-            self.leave_out(source, error)
-            return
+    def put_off(self, lost: PeerLostError, seconds: float) -> None:
+        """The server failed after so long, and is asked again after a while that is longer than that."""
         with self._changed:
-            source.error = error
-            source.num_failures += 1
-            source.retry_ns = time.monotonic_ns() + int((delay_s(source.num_failures) + seconds) * 1e9)
+            self.check_going()
+            if not self._is_patient:
+                raise lost
+            self._wrong = str(lost)
+            self._num_failures += 1
+            self._retry_ns = time.monotonic_ns() + int((delay_s(self._num_failures) + seconds) * 1e9)
 
-    def leave_out(self, source: Source, error: FastDeployRLError) -> None:
-        """It is of no use to this fetch."""
-        _log.info("version=%s server=%s event=left_out reason=%s", self.offer.version, source.server, error)
-        with self._changed:
-            source.error = error
-            source.is_out = True
-
-    def land(self, source: Source, bucket: Bucket, num_bytes: int) -> None:
+    def land(self, bucket: Bucket, num_bytes: int) -> None:
         """More of the bucket lies in the target."""
         with self._changed:
             self.num_bytes += num_bytes
-            source.num_failures = 0
+            self._num_failures = 0
             for index, wanted in bucket.land(num_bytes):
                 self._left[index] -= wanted.num_bytes
                 if not self._left[index]:
                     self._complete.append(index)
                     self._changed.notify_all()
-            self._check_going()
+            self.check_going()
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _nobody_left(self, without: Mapping[Source, NoPublicationError]) -> FastDeployRLError:
-        said = [source.error for source in self._sources if source.is_out and source.error is not None]
-        return [*said, *without.values()][-1]
-
     def _out_of_time(self) -> DeadlineExceededError:
-        wrong = "; ".join(str(source.error) for source in self._sources if source.error is not None)
         what = f"bytes of version {self.offer.version}"
-        return DeadlineExceededError.waiting_for(what, since_s=self._begun, hint=wrong and f"last: {wrong}")
+        return DeadlineExceededError.waiting_for(what, since_s=self._begun, hint=self._wrong and f"last: {self._wrong}")
 
     # --- for the caller ----------------------------------------------------------------------------
 
@@ -191,117 +140,96 @@ class Desk:
 
 
 class Stream:
-    """A thread that brings one bucket after another, over a connection to each server that it needs."""
+    """A thread that brings one bucket after another, over one connection at a time."""
 
-    def __init__(self, desk: Desk, target: memoryview, secret: bytes | None, deadlines: Deadlines) -> None:
+    def __init__(self, desk: Desk, target: memoryview, connect: Callable[[], Connection]) -> None:
         self.thread = threading.Thread(target=self._run, name="fastdeploy_rl_fetch", daemon=True)
         self._desk = desk
         self._target = target
-        self._secret = secret
-        self._deadlines = deadlines
-        self._connections: dict[Source, Connection] = {}
+        self._connect = connect
+        self._connection: Connection | None = None
 
     def hold(self) -> None:
-        """In the caller's thread, before the stream's own begins: until a server holds the version for it. Errors as
-        `Desk.best_source`."""
-        while not self._connections:
-            self._try(Bucket(()), {})
+        """In the caller's thread, before the stream's own begins: until the server holds the version for it."""
+        while self._connection is None:
+            self._try(Bucket(()))
 
     def cut(self) -> None:
         """From any thread, once the desk is stopped."""
-        for connection in list(self._connections.values()):
+        connection = self._connection
+        if connection is not None:
             connection.cut()
 
     def close(self) -> None:
         """When the thread has ended."""
-        for source in list(self._connections):
-            self._hang_up(source)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _run(self) -> None:
         try:
             while (bucket := self._desk.next_bucket()) is not None:
-                self._bring(bucket)
+                while not bucket.is_complete:
+                    self._try(bucket)
         except _StoppedError:
             pass
         except BaseException as error:
             self._desk.fail(error)
 
-    def _bring(self, bucket: Bucket) -> None:
-        without: dict[Source, NoPublicationError] = {}
-        while not bucket.is_complete:
-            try:
-                self._try(bucket, without)
-            except NoPublicationError:
-                if not without or len(bucket.incomplete) == 1:
-                    raise
-                for piece in bucket.incomplete:  # nobody has all of it; each may have its part
-                    self._bring(Bucket((piece,)))
-                return
-
-    def _try(self, bucket: Bucket, without: dict[Source, NoPublicationError]) -> None:
-        """Once, with the best server. What goes wrong there is remembered; what is raised ends the fetch."""
-        source = self._desk.best_source(without)
+    def _try(self, bucket: Bucket) -> None:
+        """Once. A connection that is lost is remembered; what is raised ends the fetch."""
+        self._desk.await_turn()
         begun = time.monotonic()
+        connection = self._connection
         try:
-            self._receive(source, self._connection(source), bucket, without)
+            connection = connection or self._connected()
+            self._receive(connection, bucket)
         except (OSError, OverloadedError) as error:
-            lost = PeerLostError(f"{self._hang_up(source)}: {error}")
-            self._desk.put_off(source, lost, time.monotonic() - begun)
-        except FastDeployRLError as error:
-            self._hang_up(source)
-            self._desk.leave_out(source, error)
+            lost = PeerLostError(f"{self._connection}: {error}")
+            self.close()
+            self._desk.put_off(lost, time.monotonic() - begun)
 
-    def _connection(self, source: Source) -> Connection:
-        """One that holds the version."""
-        known = self._connections.get(source)
-        if known is not None:
-            return known
-        connection = Connection(source.server, self._secret, self._deadlines)
-        self._connections[source] = connection  # before anything that takes long, so that it can be cut
-        self._desk.check_going()
+    def _connected(self) -> Connection:
+        """That holds the version."""
+        connection = self._connection = self._connect()
+        self._desk.check_going()  # whoever stops the fetch now sees the connection, and cuts it
         connection.open(self._desk.deadline_ns)
         connection.hold(self._desk.offer.file_digest, self._desk.deadline_ns)
         return connection
 
-    def _receive(
-        self, source: Source, connection: Connection, bucket: Bucket, without: dict[Source, NoPublicationError]
-    ) -> None:
+    def _receive(self, connection: Connection, bucket: Bucket) -> None:
         missing = bucket.missing()
         if not missing:
             return
-        try:
-            connection.read([piece.wanted for piece in missing], self._desk.deadline_ns)
-        except NoPublicationError as error:
-            without[source] = error
-            return
+        connection.read([piece.wanted for piece in missing], self._desk.deadline_ns)
         for start, stop in spans(missing):
             while start < stop:
                 with self._target[start : min(stop, start + _STEP_BYTES)] as window:
                     num_bytes = connection.receive_into(window, self._desk.deadline_ns)
-                self._desk.land(source, bucket, num_bytes)
+                self._desk.land(bucket, num_bytes)
                 start += num_bytes
-
-    def _hang_up(self, source: Source) -> Connection:
-        connection = self._connections.pop(source)
-        connection.close()
-        return connection
 
 
 class TcpFetch:
     """See `transport.base.Fetch`."""
 
     def __init__(
-        self, desk: Desk, target: _native.Mapping, num_streams: int, secret: bytes | None, deadlines: Deadlines
+        self,
+        desk: Desk,
+        target: Mapping,
+        connect: Callable[[], Connection],
+        num_streams: int,
+        let_go_s: float,
     ) -> None:
         self.is_closed = False
         self._desk = desk
-        self._deadlines = deadlines
+        self._let_go_s = let_go_s
         self._target = memoryview(target)
-        self._streams = [Stream(desk, self._target, secret, deadlines) for _ in range(num_streams)]
+        self._streams = [Stream(desk, self._target, connect) for _ in range(num_streams)]
 
     def start(self) -> None:
-        """NoPublicationError when nobody has the version; otherwise it stays until `close`, or until every connection
-        to its holders was lost."""
+        """NoPublicationError when the server has not the version; otherwise that stays until `close`, or until every
+        connection was lost."""
         try:
             self._streams[0].hold()
             for stream in self._streams:
@@ -327,7 +255,7 @@ class TcpFetch:
             stream.cut()
         for stream in self._streams:
             if stream.thread.ident is not None:
-                stream.thread.join(max(0.0, begun + self._deadlines.let_go_s - time.monotonic()))
+                stream.thread.join(max(0.0, begun + self._let_go_s - time.monotonic()))
         if any(stream.thread.is_alive() for stream in self._streams):
             raise DeadlineExceededError.waiting_for("end of threads that fetch weights", since_s=begun)
         for stream in self._streams:

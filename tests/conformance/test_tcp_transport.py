@@ -233,7 +233,7 @@ def test_nobody_there_is_said_with_the_address(server: WeightServer, publisher: 
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with fetching(server, address) as (transport, offer, ranges, target):
-        with pytest.raises(PeerLostError, match=f"nobody offers weights: {address}.*refused"):
+        with pytest.raises(PeerLostError, match=rf"nobody offers weights: {address}.*refused"):
             transport.offer(None, deadline_ns=soon())
         with pytest.raises(DeadlineExceededError, match=f"{address}.*refused"):
             transport.fetch(offer, ranges, target, deadline_ns=time.monotonic_ns() + 200_000_000)
@@ -269,18 +269,17 @@ def test_a_version_that_goes_while_the_wire_is_down_ends_the_fetch(channel: Path
     target.close()
 
 
-# --- peers -----------------------------------------------------------------------------------------
-
-
-def test_a_server_that_lacks_the_version_leaves_it_to_the_others(
-    server: WeightServer, publisher: WeightPublisher, tmp_path: Path
-) -> None:
+def test_a_peer_that_is_lost_is_not_waited_for(server: WeightServer, publisher: WeightPublisher) -> None:
     publisher.publish(weights(1), step=1)
-    with WeightPublisher(tmp_path / "other") as other, WeightServer(tmp_path / "other") as elsewhere:
-        other.publish(weights(9), step=9)
-        with fetching(server, server.address, peers=[elsewhere.address]) as (transport, offer, ranges, target):
-            fetched(transport.fetch(offer, ranges, target, deadline_ns=soon()))
-            assert_landed(target, weights(1), offer, ranges)
+    with (
+        Wire(server.address, [100_000]) as cut,
+        fetching(server, cut.address, is_peer=True) as (transport, offer, ranges, target),
+    ):
+        fetch = transport.fetch(offer, ranges, target, deadline_ns=soon())
+        with pytest.raises(PeerLostError, match=cut.address):
+            fetched(fetch)
+        assert 0 < fetch.num_bytes < sum(each.num_bytes for each in ranges)
+        target.close()
 
 
 # --- secrets ---------------------------------------------------------------------------------------

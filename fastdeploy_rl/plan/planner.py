@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from fastdeploy_rl.coverage import Coverage, ParameterSpec, check_coverage
+from fastdeploy_rl.coverage import Coverage, CoverageReport, ParameterSpec, check_coverage
 from fastdeploy_rl.dtypes import cast_between, itemsize
 from fastdeploy_rl.errors import ConfigurationError, StepFailedError
 from fastdeploy_rl.manifest import Manifest, Part, Tensor
@@ -30,10 +30,19 @@ def make_plan(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num
     Raises ConfigurationError where the model cannot be split over that many ranks, CoverageError where publication and
     model do not match.
     """
+    return _plan_covered(manifest, _covered(manifest, specs, rank, num_ranks), specs, rank, num_ranks)
+
+
+def _covered(manifest: Manifest, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> CoverageReport:
     if not 0 <= rank < num_ranks:
         raise ConfigurationError(f"rank {rank} is none of {num_ranks} ranks")
     check_divisible(specs, num_ranks)
-    covered = check_coverage(manifest, specs)
+    return check_coverage(manifest, specs)
+
+
+def _plan_covered(
+    manifest: Manifest, covered: CoverageReport, specs: Sequence[ParameterSpec], rank: int, num_ranks: int
+) -> Plan:
     parameters = []
     planned: set[str] = set()
     for spec in specs:
@@ -54,16 +63,20 @@ class LastPlan:
     def __init__(self, specs: Sequence[ParameterSpec], rank: int, num_ranks: int) -> None:
         self._specs, self._rank, self._num_ranks = specs, rank, num_ranks
         self._places: tuple[str, list[tuple[str, tuple[Part, ...]]]] | None = None
+        self._has_doubles = False
         self._plan: Plan | None = None
 
     def make(self, manifest: Manifest) -> Plan:
-        """As `make_plan`. Whether tied names agree depends on checksums, so coverage is checked each time."""
+        """As `make_plan`. Where tied names are published each for itself, whether they agree depends on checksums, and
+        is checked each time."""
         places = manifest.layout_digest, [(tensor.name, tensor.parts) for tensor in manifest.tensors]
         if self._plan is not None and places == self._places:
-            check_coverage(manifest, self._specs)
+            if self._has_doubles:
+                check_coverage(manifest, self._specs)
             return self._plan
-        self._plan = make_plan(manifest, self._specs, self._rank, self._num_ranks)
-        self._places = places
+        covered = _covered(manifest, self._specs, self._rank, self._num_ranks)
+        self._plan = _plan_covered(manifest, covered, self._specs, self._rank, self._num_ranks)
+        self._places, self._has_doubles = places, bool(covered.unused)
         return self._plan
 
 

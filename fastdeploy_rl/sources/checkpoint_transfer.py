@@ -108,7 +108,10 @@ class CheckpointTransport:
         if wanted is not None:
             return wanted.in_epoch(_EPOCH)
         place = f", or write it to {directory / 'version.yaml'}" if directory is not None else ""
-        raise NoPublicationError(f'{PACKAGE} has no "latest" version: name one ({_EPOCH}.STEP){place}')
+        raise NoPublicationError(
+            f"nothing is published whose version is known: {PACKAGE} cannot tell its latest; name a version "
+            f"({_EPOCH}.STEP){place}"
+        )
 
     def _offer_of(self, version: WeightVersion) -> Offer:
         try:
@@ -144,6 +147,10 @@ class CheckpointTransport:
         try:
             for _ in reception.results(deadline_ns):
                 pass
+        except NoPublicationError as error:
+            wanted = wanted_version(self._config.model_dir)
+            hint = f"; {wanted.path} names {wanted.in_epoch(_EPOCH)}" if wanted is not None else ""
+            raise NoPublicationError(f"version {version} is not to be had: {error}{hint}") from error
         finally:
             reception.close()
         manifest = describe(version, self._config.parameters, summed)
@@ -177,11 +184,9 @@ class CheckpointTransport:
             open_private_directory(self._config.channel)
         open_private_directory(self._store.path)
         # Another manifest of the same version would be found in its place.
-        versions = {file: order_of(file) for file in self._store.manifest_files()}
         own = manifest.weight_version
-        others = sorted(
-            (file for file in versions if versions[file] != (own.epoch, own.step)), key=versions.__getitem__
-        )
+        files = sorted(self._store.manifest_files(), key=order_of)
+        others = [file for file in files if order_of(file) != (own.epoch, own.step)]
         written = self._store.write_manifest(manifest)
         self._store.remove_superseded({written.file, *others[1 - _KEPT_MANIFESTS :]})
 
@@ -190,7 +195,8 @@ class CheckpointTransport:
     def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "PartFetch":
         """Begins to receive this rank's part, and those of other ranks where a range lies in one."""
         with self._lock:
-            kept = self._kept if self._described is not None and self._described.version == offer.version else None
+            is_described = self._described is not None and self._described.file_digest == offer.file_digest
+            kept = self._kept if is_described else None
             self._described = self._kept = None
             self._fetched_digest = offer.manifest.content_digest
         wanted = WantedRanges(offer, self._config, ranges)

@@ -43,7 +43,7 @@ def peers_at(
     """Engines of these addresses, as rank `rank` of ours sees them."""
 
     def connect(address: str) -> TcpTransport:
-        return TcpTransport(None, peers=(address,), bucket_bytes=bucket_bytes, secret=secret)
+        return TcpTransport(address, is_peer=True, bucket_bytes=bucket_bytes, secret=secret)
 
     return [peer_engine(address, rank, connect, secret) for address in addresses]
 

@@ -27,10 +27,7 @@ from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.dtypes import itemsize
-from fastdeploy_rl.errors import (
-    NoPublicationError,
-    TrainerError,
-)
+from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError, TrainerError
 from fastdeploy_rl.manifest import (
     Manifest,
     Segment,
@@ -87,6 +84,7 @@ class CheckpointTransport:
         self._kept: list[ReceivedTensor] | None = None
         self._fetched_digest = ""
         self._lock = threading.Lock()
+        self._describing = threading.Lock()
 
     # --- which versions there are ------------------------------------------------------------------
 
@@ -94,13 +92,18 @@ class CheckpointTransport:
         """On rank 0 it receives everything, unless that was done and not fetched yet: the same step may have other
         bytes by now. On the others it blocks for nobody."""
         wanted = version or self._named()
-        with self._lock:
-            if self._config.rank:
-                return self._offer_of(wanted)
-            if self._described is None or self._described.version != wanted:
-                self._described = self._kept = None  # so that there is room
-                self._described = self._describe(wanted, deadline_ns)
-            return self._described
+        if self._config.rank:
+            return self._offer_of(wanted)
+        if not self._describing.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
+            raise DeadlineExceededError(f"no time left to ask for version {wanted}: another one is being described")
+        try:
+            described = self._described
+            if described is None or described.version != wanted:
+                self.trim()  # so that there is room
+                described = self._describe(wanted, deadline_ns)
+            return described
+        finally:
+            self._describing.release()
 
     def _named(self) -> WeightVersion:
         directory = self._config.model_dir
@@ -158,10 +161,13 @@ class CheckpointTransport:
             "event=described version=%s ranks=%d bytes=%d seconds=%.3f",
             *(version, len(summed), sum(segment.num_bytes for segment in manifest.segments), time.monotonic() - begun),
         )
-        # What was fetched last and is the same is live, as a rule: nobody will fetch it again.
-        self._kept = kept if manifest.content_digest != self._fetched_digest else None
         self._write(manifest)
-        return _offer(version, manifest)
+        offer = _offer(version, manifest)
+        with self._lock:
+            # What was fetched last and is the same is live, as a rule: nobody will fetch it again.
+            self._kept = kept if manifest.content_digest != self._fetched_digest else None
+            self._described = offer
+        return offer
 
     def _receive(self, parts: Sequence[int], step: int, *, is_verified: bool) -> "Iterator[_Sent]":
         """In a reception's thread. A client that did not come to its end may be in any state: it is not used again."""
@@ -213,7 +219,7 @@ class CheckpointTransport:
     def trim(self) -> None:
         """Gives back what was received to be fetched next."""
         with self._lock:
-            self._kept = None
+            self._described = self._kept = None
 
     def close(self) -> None:
         self.trim()

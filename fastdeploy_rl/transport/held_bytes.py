@@ -4,7 +4,7 @@ Owns the arithmetic of byte ranges alone. Refuses to know memory and whose bytes
 only where a range that was given has it, and what is cut is cut into pieces that together are what was to be cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -23,13 +23,37 @@ _LIMIT = 2**62
 
 
 class Piece(NamedTuple):
-    """`range` is a part of range `number` of those that were cut."""
+    """A part of range `number` of those that are wanted: rows as `range` says, but `target_stride` apart where they
+    land."""
 
     number: int
     range: ByteRange
+    target_stride: int
+
+    @classmethod
+    def whole(cls, number: int, wanted: ByteRange) -> "Piece":
+        return cls(number, wanted, wanted.row_bytes)
+
+    @property
+    def is_packed(self) -> bool:
+        """It lands as its range alone says."""
+        return self.range.rows <= 1 or self.target_stride == self.range.row_bytes
+
+    def by_rows(self, max_bytes: int) -> "Iterator[Piece]":
+        """The same in pieces of whole rows, each of `max_bytes` at most where a row is not longer than that."""
+        rows = max(1, max_bytes // max(1, self.range.row_bytes))
+        for first in range(0, self.range.rows, rows):
+            part = self.range._replace(
+                offset=self.range.offset + first * self.range.stride,
+                rows=min(rows, self.range.rows - first),
+                target_offset=self.range.target_offset + first * self.target_stride,
+            )
+            yield self._replace(range=part)
 
 
 class Cut(NamedTuple):
+    """Pieces that together are what was cut, each with the number of what it was cut out of."""
+
     held: list[Piece]
     missing: list[Piece]
 
@@ -88,10 +112,11 @@ class HeldBytes:
             f"({int((~is_held).sum())} of {len(is_held)} rows)"
         )
 
-    def cut(self, ranges: Sequence[ByteRange]) -> Cut:
-        """The ranges as pieces that are held and pieces that are not, each landing where its range says. Ranges without
-        bytes are in neither. ValueError for what is no range of the segments."""
-        rows = _rows(ranges, self._segments, self._bases)
+    def cut(self, wanted: Sequence[Piece]) -> Cut:
+        """In pieces that are held and pieces that are not. Ranges without bytes are in neither. ValueError for what is
+        no range of the segments."""
+        ranges, target_strides = [piece.range for piece in wanted], [piece.target_stride for piece in wanted]
+        rows = _rows(ranges, self._segments, self._bases, target_strides)
         first = np.searchsorted(self._edges[2:-1:2], rows.starts, "right")
         counts = np.maximum(np.searchsorted(self._edges[1:-1:2], rows.stops, "left") - first, 0)
         # From its first byte to its last, a row is by turns missing and held.
@@ -101,58 +126,66 @@ class HeldBytes:
         begins = np.clip(self._edges[edge], rows.starts[row], rows.stops[row])
         ends = np.clip(self._edges[edge + 1], rows.starts[row], rows.stops[row])
         held, missing = (
-            self._pieces(rows, ranges, row[chosen], begins[chosen], ends[chosen])
+            self._pieces(wanted, rows, row[chosen], begins[chosen], ends[chosen])
             for chosen in ((turn % 2 == turned) & (begins < ends) for turned in (1, 0))
         )
         return Cut(held, missing)
 
     def _pieces(
-        self, rows: "_Rows", ranges: Sequence[ByteRange], row: _Numbers, begins: _Numbers, ends: _Numbers
+        self, wanted: Sequence[Piece], rows: "_Rows", row: _Numbers, begins: _Numbers, ends: _Numbers
     ) -> list[Piece]:
-        """Parts of rows as ranges: those of one pattern, which land one behind the other, as one."""
-        if not len(row):
-            return []
-        owners, sizes = rows.owners[row], ends - begins
-        targets = rows.targets[row] + begins - rows.starts[row]
-        strides = np.diff(begins)
+        """Parts of rows as pieces: those that follow each other at equal distances as one."""
+        # Those of one range by their place in its rows, and then by rows.
+        order = np.lexsort((begins - rows.starts[row], rows.owners[row]))
+        row, begins, sizes = row[order], begins[order], (ends - begins)[order]
+        owners, targets = rows.owners[row], rows.targets[row] + begins - rows.starts[row]
+        apart, landing_apart = np.diff(begins), np.diff(targets)
+        goes_on = (owners[1:] == owners[:-1]) & (sizes[1:] == sizes[:-1])
+        goes_on &= (apart >= sizes[1:]) & (landing_apart >= sizes[1:])
         is_first = np.ones(len(row), np.bool_)
-        goes_on = (owners[1:] == owners[:-1]) & (sizes[1:] == sizes[:-1]) & (targets[1:] == targets[:-1] + sizes[:-1])
-        is_first[1:] = ~goes_on | (strides != rows.strides[row][1:])
+        is_first[1:] = ~goes_on
+        is_first[2:] |= goes_on[:-1] & ((apart[1:] != apart[:-1]) | (landing_apart[1:] != landing_apart[:-1]))
         firsts = np.flatnonzero(is_first)
         counts = np.diff(np.append(firsts, len(row)))
-        offsets = begins - self._bases[rows.segments[row]]
-        columns = (rows.segments[row], offsets, rows.strides[row], sizes, targets)
-        segment, offset, stride, size, target = (column[firsts].tolist() for column in columns)
-        return [
-            Piece(number, ByteRange(*each))
-            for number, *each in zip(
-                owners[firsts].tolist(), segment, offset, stride, counts.tolist(), size, target, strict=True
-            )
-        ]
+        stride, target_stride = (
+            np.where(counts > 1, np.append(each, 0)[firsts], sizes[firsts]) for each in (apart, landing_apart)
+        )
+        segment = rows.segments[row]
+        columns = (segment, begins - self._bases[segment], sizes, targets)
+        segment, offset, size, target = (column[firsts] for column in columns)
+        numbers = [wanted[owner].number for owner in owners[firsts].tolist()]
+        fields = (segment, offset, stride, counts, size, target)
+        ranges = map(ByteRange._make, zip(*(field.tolist() for field in fields), strict=True))
+        return list(map(Piece, numbers, ranges, target_stride.tolist()))
 
 
 class _Rows(NamedTuple):
-    """Rows one by one: which range it is of, its segment, where it begins and ends, where the next of its range would
-    begin, and where it lands. Begin and end count over all segments."""
+    """Rows one by one: which range it is of, its segment, where it begins and ends, and where it lands. Begin and end
+    count over all segments."""
 
     owners: _Numbers
     segments: _Numbers
     starts: _Numbers
     stops: _Numbers
-    strides: _Numbers
     targets: _Numbers
 
 
-def _rows(ranges: Sequence[ByteRange], segments: Sequence[Segment], bases: _Numbers) -> _Rows:
-    """In order; rows that follow each other without a gap as one, and none without bytes. ValueError for what is no
-    range of these segments."""
+def _rows(
+    ranges: Sequence[ByteRange],
+    segments: Sequence[Segment],
+    bases: _Numbers,
+    target_strides: Sequence[int] | None = None,
+) -> _Rows:
+    """In order; rows that follow each other without a gap as one, and none without bytes. `target_strides`: of each
+    range, where they do not land packed. ValueError for what is no range of these segments."""
     try:
         numbers = np.fromiter(chain.from_iterable(ranges), np.int64, len(ranges) * len(ByteRange._fields))
     except OverflowError as error:
         raise ValueError(f"ranges that no memory has: {error}") from error
     table = numbers.reshape(len(ranges), len(ByteRange._fields))
     _check_ranges(table, segments)
-    is_one = table[:, 2] == table[:, 4]
+    apart = table[:, 4].copy() if target_strides is None else np.array(target_strides, np.int64)
+    is_one = (table[:, 2] == table[:, 4]) & (apart == table[:, 4])
     table[is_one, 4] *= table[is_one, 3]
     table[is_one, 3] = 1
     owners = np.flatnonzero((table[:, 3] > 0) & (table[:, 4] > 0))
@@ -167,8 +200,7 @@ def _rows(ranges: Sequence[ByteRange], segments: Sequence[Segment], bases: _Numb
         np.repeat(segment, count),
         starts,
         starts + sizes,
-        np.repeat(stride, count),
-        np.repeat(target, count) + index * sizes,
+        np.repeat(target, count) + index * np.repeat(apart[owners], count),
     )
 
 

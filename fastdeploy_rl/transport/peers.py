@@ -8,9 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
-from fastdeploy_rl._native import Mapping
+from fastdeploy_rl._native import Mapping, Region, transfer
 from fastdeploy_rl.errors import (
     AuthenticationError,
     FastDeployRLError,
@@ -28,6 +29,8 @@ _PATIENCE_S = 3.0
 """For an answer, while somebody else can be asked."""
 _MAX_RANKS = 1024
 """Of one engine, however many it says it has."""
+_SCRATCH_BYTES = 64 << 20
+_PEERS, _PUBLISHER = "peers", "publisher"
 _FAILURES = (WorldError, TrainerError, AuthenticationError)
 
 
@@ -148,18 +151,18 @@ class PeerFetch:
         self._offer = offer
         self._target = target
         self._deadline_ns = deadline_ns
-        self._missing = [Piece(number, each) for number, each in enumerate(ranges) if each.num_bytes]
+        self._missing = [Piece.whole(number, each) for number, each in enumerate(ranges) if each.num_bytes]
         self._num_missing = [each.num_bytes for each in ranges]
         self._refusing: set[PeerEngine] = set()
         self._current: Fetch | None = None
         self._failures: list[str] = []
-        self._bytes_from_peers = 0
-        self._bytes_from_publisher = 0
+        self._origin = _PEERS
+        self._num_bytes = {_PEERS: 0, _PUBLISHER: 0}
 
     @property
     def num_bytes(self) -> int:
         current = self._current.num_bytes if self._current is not None else 0
-        return self._bytes_from_peers + self._bytes_from_publisher + current
+        return sum(self._num_bytes.values()) + current
 
     def arrivals(self) -> Iterator[Sequence[int]]:
         if empty := [number for number, num_bytes in enumerate(self._num_missing) if not num_bytes]:
@@ -170,8 +173,8 @@ class PeerFetch:
         _logger.info(
             "event=fetched version=%s bytes_from_peers=%d bytes_from_publisher=%d",
             self._offer.version,
-            self._bytes_from_peers,
-            self._bytes_from_publisher,
+            self._num_bytes[_PEERS],
+            self._num_bytes[_PUBLISHER],
         )
 
     def _peers(self) -> Iterator[tuple[PeerEngine, int]]:
@@ -198,17 +201,14 @@ class PeerFetch:
         name, peer = f"{engine.name} rank {number}", engine.rank(number)
         try:
             holdings = self._holdings(engine, peer)
-            cut = HeldBytes(holdings, self._offer.manifest.segments).cut([piece.range for piece in self._missing])
-            held, missing = (
-                [Piece(self._missing[piece.number].number, piece.range) for piece in pieces] for pieces in cut
-            )
-            if held:
-                self._missing = missing
-                yield from self._bring(peer, held)
+            cut = HeldBytes(holdings, self._offer.manifest.segments).cut(self._missing)
+            if cut.held:
+                self._missing = cut.missing
+                yield from self._bring(peer, cut.held)
         except (*_FAILURES, ValueError) as error:
             self._note_failure(name, error)
         finally:
-            self._bytes_from_peers += self._close_current()
+            self._close_current()  # if it could not be before: nobody else is asked while it may still write
 
     def _holdings(self, engine: PeerEngine, peer: PeerRank) -> Sequence[ByteRange]:
         try:
@@ -226,33 +226,67 @@ class PeerFetch:
                 f"{num_bytes} bytes of version {self._offer.version} are held by no peer "
                 f"({'; '.join(self._failures) or 'all answered'}), and no publisher's address is configured"
             )
-        try:
-            pieces, self._missing = self._missing, []
-            yield from self._bring(self._publisher, pieces)
-        finally:
-            self._bytes_from_publisher += self._close_current()
+        self._origin = _PUBLISHER
+        pieces, self._missing = self._missing, []
+        yield from self._bring(self._publisher, pieces)
 
-    def _bring(self, transport: Transport, pieces: list[Piece]) -> Iterator[Sequence[int]]:
+    def _bring(self, transport: Transport, pieces: Sequence[Piece]) -> Iterator[Sequence[int]]:
         """What does not come is missing again."""
-        is_here = [False] * len(pieces)
+        parts = [part for piece in pieces for part in ((piece,) if piece.is_packed else piece.by_rows(_SCRATCH_BYTES))]
+        packed = [part for part in parts if part.is_packed]
+        strided = [part for part in parts if not part.is_packed]
+        arriving = [*packed, *strided]
+        is_here = [False] * len(arriving)
         try:
-            ranges = [piece.range for piece in pieces]
-            self._current = transport.fetch(self._offer, ranges, self._target, deadline_ns=self._deadline_ns)
-            for batch in self._current.arrivals():
+            for batch in chain(self._land(transport, packed), self._scatter(transport, strided, len(packed))):
                 for index in batch:
                     is_here[index] = True
-                if complete := self._complete([pieces[index] for index in batch]):
+                if complete := self._complete([arriving[index] for index in batch]):
                     yield complete
         finally:
-            self._missing += [piece for piece, here in zip(pieces, is_here, strict=True) if not here]
+            self._missing += [piece for piece, here in zip(arriving, is_here, strict=True) if not here]
+
+    def _land(self, transport: Transport, pieces: Sequence[Piece]) -> Iterator[Sequence[int]]:
+        """Straight to where they are wanted."""
+        if pieces:
+            yield from self._fetch(transport, [piece.range for piece in pieces], self._target)
+
+    def _scatter(self, transport: Transport, pieces: Sequence[Piece], first: int) -> Iterator[Sequence[int]]:
+        """By way of memory where they lie packed: thousands of rows one by one would cost a system call each. Indices
+        count from `first` on."""
+        if not pieces:
+            return
+        scratch = Mapping.private(min(_SCRATCH_BYTES, sum(piece.range.num_bytes for piece in pieces)))
+        for start, stop in _rounds(pieces):
+            ranges, place = [], 0
+            for piece in pieces[start:stop]:
+                ranges.append(piece.range._replace(target_offset=place))
+                place += piece.range.num_bytes
+            for _ in self._fetch(transport, ranges, scratch):
+                pass
+            transfer(
+                [
+                    _scattering(scratch, each, self._target, p)
+                    for each, p in zip(ranges, pieces[start:stop], strict=True)
+                ],
+                1,
+            )
+            yield range(first + start, first + stop)
+
+    def _fetch(self, transport: Transport, ranges: Sequence[ByteRange], target: Mapping) -> Iterator[Sequence[int]]:
+        self._current = transport.fetch(self._offer, ranges, target, deadline_ns=self._deadline_ns)
+        try:
+            yield from self._current.arrivals()
+        finally:
+            self._close_current()
 
     def _complete(self, pieces: Sequence[Piece]) -> list[int]:
         """Counts them off; ranges of which nothing is missing any more."""
         complete = []
-        for number, piece in pieces:
-            self._num_missing[number] -= piece.num_bytes
-            if not self._num_missing[number]:
-                complete.append(number)
+        for piece in pieces:
+            self._num_missing[piece.number] -= piece.range.num_bytes
+            if not self._num_missing[piece.number]:
+                complete.append(piece.number)
         return complete
 
     def _note_failure(self, name: str, error: Exception) -> None:
@@ -264,17 +298,39 @@ class PeerFetch:
             f"{type(error).__name__}: {error}",
         )
 
-    def _close_current(self) -> int:
-        """Nobody writes into the target any more. Returns what came. What cannot be closed stays for a later call."""
-        current = self._current
-        if current is None:
-            return 0
-        current.close()
-        self._current = None
-        return current.num_bytes
+    def _close_current(self) -> None:
+        """Nobody writes into the target any more. What cannot be closed stays for a later call."""
+        if self._current is not None:
+            self._current.close()
+            self._num_bytes[self._origin] += self._current.num_bytes
+            self._current = None
 
     def close(self) -> None:
         self._close_current()
+
+
+def _rounds(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """Of as many pieces as there is room for, one at least: first, and behind the last."""
+    start = num_bytes = 0
+    for index, piece in enumerate(pieces):
+        if num_bytes + piece.range.num_bytes > _SCRATCH_BYTES:
+            yield start, index
+            start, num_bytes = index, 0
+        num_bytes += piece.range.num_bytes
+    yield start, len(pieces)
+
+
+def _scattering(scratch: Mapping, packed: ByteRange, target: Mapping, piece: Piece) -> Region:
+    return Region(
+        source=scratch,
+        source_offset=packed.target_offset,
+        source_stride=packed.row_bytes,
+        rows=packed.rows,
+        row_bytes=packed.row_bytes,
+        target=target,
+        target_offset=piece.range.target_offset,
+        target_stride=piece.target_stride,
+    )
 
 
 def _soon(deadline_ns: int) -> int:

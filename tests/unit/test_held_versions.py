@@ -105,10 +105,10 @@ def test_whatever_is_asked_for_comes_byte_by_byte_or_not_at_all(
 def landings(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, int]]:
     """By range and place where a byte lands: segment and offset of the byte. A byte that lands twice is an error."""
     lands: dict[tuple[int, int], tuple[int, int]] = {}
-    for index, each in pieces:
+    for number, each, target_stride in pieces:
         for row in range(each.rows):
             for i in range(each.row_bytes):
-                place = index, each.target_offset + row * each.row_bytes + i
+                place = number, each.target_offset + row * target_stride + i
                 assert place not in lands
                 lands[place] = each.segment, each.offset + row * each.stride + i
     return lands
@@ -120,19 +120,33 @@ def test_what_is_cut_is_held_or_missing_and_lands_where_it_would_have(
 ) -> None:
     """Each byte once, and none that was not asked for."""
     index = HeldBytes(packed(held, 5), SEGMENTS)
-    wanted = packed(wanted, gap)
-    cut = index.cut(wanted)
+    pieces = [Piece.whole(*each) for each in enumerate(packed(wanted, gap))]
+    cut = index.cut(pieces)
     assert set(landings(cut.held).values()) <= addresses(held)
     assert set(landings(cut.missing).values()).isdisjoint(addresses(held))
-    assert landings([*cut.held, *cut.missing]) == landings([Piece(*each) for each in enumerate(wanted)])
+    assert landings([*cut.held, *cut.missing]) == landings(pieces)
+    half = HeldBytes(packed(held[::2], 5), SEGMENTS).cut(pieces)
+    assert landings([*half.held, *index.cut(half.missing).held, *cut.missing]) == landings(pieces)
+    parts = [part for piece in cut.held for part in piece.by_rows(40)]
+    assert landings(parts) == landings(cut.held)
+    assert all(part.range.num_bytes <= 40 or part.range.rows == 1 for part in parts)
 
 
 def test_a_range_that_is_held_or_missing_whole_stays_as_it_is() -> None:
     columns = ByteRange(0, 16, 64, 60, 32, 512)
     other = ByteRange(0, 48, 64, 60, 16, 4096)
-    cut = HeldBytes([columns._replace(target_offset=0)], SEGMENTS).cut([columns, other])
-    assert cut.held == [Piece(0, columns)]
-    assert cut.missing == [Piece(1, other)]
+    cut = HeldBytes([columns._replace(target_offset=0)], SEGMENTS).cut([Piece.whole(4, columns), Piece.whole(7, other)])
+    assert cut.held == [Piece.whole(4, columns)]
+    assert cut.missing == [Piece.whole(7, other)]
+
+
+def test_half_of_each_row_is_one_piece_whether_rows_are_apart_or_not() -> None:
+    """Thousands of rows come in one question."""
+    left = HeldBytes([ByteRange(0, 0, 64, 60, 32, 0)], SEGMENTS)
+    for wanted in (ByteRange(0, 0, 64, 60, 64, 512), ByteRange(0, 0, 3840, 1, 3840, 512)):
+        cut = left.cut([Piece.whole(0, wanted)])
+        assert cut.held == [Piece(0, ByteRange(0, 0, 64, 60, 32, 512), 64)]
+        assert cut.missing == [Piece(0, ByteRange(0, 32, 64, 60, 32, 544), 64)]
 
 
 def test_what_was_fetched_as_rows_comes_in_one_piece_where_it_can() -> None:

@@ -18,6 +18,7 @@ from fastdeploy_rl.errors import (
     PeerLostError,
 )
 from fastdeploy_rl.manifest import Part, Segment, Tensor
+from fastdeploy_rl.transport import peers
 from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.version import WeightVersion
@@ -51,7 +52,7 @@ class Server:
         self.fails_after = fails_after
         self.asked: list[ByteRange] = []
         self.num_fetches = 0
-        self.close_error: FastDeployRLError | None = None
+        self.close_errors: list[FastDeployRLError] = []
         self._of_ranks = of_ranks
         self.open_fetches = 0
 
@@ -110,9 +111,8 @@ class Sending:
             yield [index]
 
     def close(self) -> None:
-        if self._server.close_error is not None:
-            error, self._server.close_error = self._server.close_error, None
-            raise error
+        if self._server.close_errors:
+            raise self._server.close_errors.pop()
         self._server.open_fetches -= self._ranges is not None
         self._ranges = None  # type: ignore[assignment]
 
@@ -177,8 +177,12 @@ def test_the_rank_of_the_same_number_is_asked_before_the_others() -> None:
     assert [rank.asked_bytes for rank in ranks] == [0, 64, 0]
 
 
-def test_a_range_is_put_together_from_ranks_that_are_cut_otherwise() -> None:
-    """Columns: each row of ours is half one rank's and half another's."""
+@pytest.mark.parametrize("scratch_bytes", [1, 40, 1 << 20])
+def test_a_range_is_put_together_from_ranks_that_are_cut_otherwise(
+    monkeypatch: pytest.MonkeyPatch, scratch_bytes: int
+) -> None:
+    """Columns: each row of ours is half one rank's and half another's. However little memory there is on the way."""
+    monkeypatch.setattr(peers, "_SCRATCH_BYTES", scratch_bytes)
     left, right = ByteRange(0, 0, 64, 8, 16, 0), ByteRange(0, 16, 64, 8, 16, 0)
     ranks = [Server([left], of_ranks=2), Server([right], of_ranks=2)]
     publisher = Server()
@@ -235,13 +239,14 @@ def test_bytes_that_nobody_has_are_an_error_that_says_who_was_asked() -> None:
 def test_a_fetch_that_does_not_end_is_ended_by_a_later_call() -> None:
     """Until then somebody may write into the target, and whoever owns it is told so."""
     peer = Server()
-    peer.close_error = DeadlineExceededError("a thread goes on")
-    fetch = PeerTransport(Server(), [engine(peer)], 0).fetch(
+    peer.close_errors = [DeadlineExceededError("a thread goes on")] * 2
+    publisher = Server()
+    fetch = PeerTransport(publisher, [engine(peer)], 0).fetch(
         offer_of(1), WANTED, Mapping.private(4096), deadline_ns=soon()
     )
     with pytest.raises(DeadlineExceededError, match="a thread goes on"):
         list(fetch.arrivals())
-    assert peer.open_fetches == 1
+    assert (peer.open_fetches, publisher.num_fetches) == (1, 0)
     fetch.close()
     assert peer.open_fetches == 0
 

@@ -36,7 +36,8 @@ class Memory:
 
 class FakeMooncake:
     """The library, called for a new engine, and the network between its engines. `codes`: what the next reads answer,
-    at once; but for 0 they do nothing else. `calls`: the slices of each read so far. `live`: engines that have not been dropped."""
+    at once; but for 0 they do nothing else. `calls`: the slices of each read so far. `live`: engines that were not
+    dropped yet."""
 
     def __init__(self, *, initialize_code: int = 0, register_code: int = 0) -> None:
         self.initialize_code = initialize_code

@@ -264,13 +264,8 @@ class PeerFetch:
                 place += piece.range.num_bytes
             for _ in self._fetch(transport, ranges, scratch):
                 pass
-            transfer(
-                [
-                    _scattering(scratch, each, self._target, p)
-                    for each, p in zip(ranges, pieces[start:stop], strict=True)
-                ],
-                1,
-            )
+            landing = zip(ranges, pieces[start:stop], strict=True)
+            transfer([_scattering(scratch, packed, self._target, piece) for packed, piece in landing], 1)
             yield range(first + start, first + stop)
 
     def _fetch(self, transport: Transport, ranges: Sequence[ByteRange], target: Mapping) -> Iterator[Sequence[int]]:
@@ -291,7 +286,9 @@ class PeerFetch:
 
     def _note_failure(self, name: str, error: Exception) -> None:
         self._failures.append(f"{name}: {error}")
-        _logger.warning(
+        # Peers that have not got that far are no news: all of a fleet may go to a new version at once.
+        _logger.log(
+            logging.INFO if isinstance(error, NoPublicationError) else logging.WARNING,
             "event=peer_left_out peer=%s version=%s reason=%r",
             name,
             self._offer.version,

@@ -40,6 +40,8 @@ _logger = logging.getLogger(__name__)
 DEFAULT_BUCKET_BYTES = 8 << 20
 _SLICE_BYTES = 1 << 20
 """Longer rows are cut into slices of this size: the library brings as many at a time as it has connections."""
+_CALL_BYTES = 64 << 20
+"""However large a bucket is: after each call the publisher hears of us, and it forgets who is silent."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 """Between attempts to find the publisher again: twice as long each time."""
@@ -67,15 +69,16 @@ class Row(NamedTuple):
     is_last: bool
 
 
-def rows_of(ranges: Sequence[ByteRange]) -> Iterator[Row]:
-    """Every byte of every range once, in order, in rows of 1 MiB at most; of a range without bytes a row without."""
+def rows_of(ranges: Sequence[ByteRange], max_bytes: int) -> Iterator[Row]:
+    """Every byte of every range once, in order, in rows of `max_bytes` at most; of a range without bytes a row
+    without."""
     for number, wanted in enumerate(ranges):
         rows, stride, row_bytes = wanted.rows, wanted.stride, wanted.row_bytes
         if rows == 1 or stride == row_bytes or not wanted.num_bytes:
             rows, row_bytes = 1, wanted.num_bytes
         for row in range(rows):
-            for start in range(0, row_bytes, _SLICE_BYTES) or (0,):
-                num_bytes = min(_SLICE_BYTES, row_bytes - start)
+            for start in range(0, row_bytes, max_bytes) or (0,):
+                num_bytes = min(max_bytes, row_bytes - start)
                 yield Row(
                     number,
                     wanted.segment,
@@ -88,28 +91,17 @@ def rows_of(ranges: Sequence[ByteRange]) -> Iterator[Row]:
 
 def calls_of(ranges: Sequence[ByteRange], bucket_bytes: int) -> Iterator[Sequence[Row]]:
     """The rows of the ranges in order, for each call of the library as many as it may have."""
+    max_bytes = min(bucket_bytes, _CALL_BYTES)
     rows: list[Row] = []
     num_bytes = 0
-    for row in _rows_of_at_most(rows_of(ranges), bucket_bytes):
-        if rows and (num_bytes + row.num_bytes > bucket_bytes or len(rows) == MAX_SLICES):
+    for row in rows_of(ranges, min(max_bytes, _SLICE_BYTES)):
+        if rows and (num_bytes + row.num_bytes > max_bytes or len(rows) == MAX_SLICES):
             yield rows
             rows, num_bytes = [], 0
         rows.append(row)
         num_bytes += row.num_bytes
     if rows:
         yield rows
-
-
-def _rows_of_at_most(rows: Iterator[Row], max_bytes: int) -> Iterator[Row]:
-    for row in rows:
-        while row.num_bytes > max_bytes:
-            yield row._replace(num_bytes=max_bytes, is_last=False)
-            row = row._replace(
-                offset=row.offset + max_bytes,
-                target_offset=row.target_offset + max_bytes,
-                num_bytes=row.num_bytes - max_bytes,
-            )
-        yield row
 
 
 def _check_ranges(ranges: Sequence[ByteRange], manifest: Manifest, target: Mapping) -> int:

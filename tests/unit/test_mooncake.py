@@ -286,6 +286,12 @@ def test_calls_have_each_byte_once_and_tell_when_a_range_is_complete(
     )
 
 
+def test_a_large_bucket_is_no_large_call() -> None:
+    calls = list(calls_of([ByteRange(0, 0, 0, 1, 1 << 30, 0)], 1 << 30))
+    assert {sum(row.num_bytes for row in call) for call in calls} == {64 << 20}
+    assert len(calls) == 16
+
+
 def places(row: Row) -> list[tuple[int, int, int]]:
     """Segment, offset and place in the target of each byte."""
     return [(row.segment, row.offset + i, row.target_offset + i) for i in range(row.num_bytes)]

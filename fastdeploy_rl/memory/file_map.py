@@ -7,7 +7,6 @@ a `StoredTensor` that was handed out lies inside the file, and tensors do not ov
 
 import math
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ import msgspec
 from fastdeploy_rl import _native
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
+from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 MAX_HEADER_BYTES = 100_000_000
@@ -55,17 +55,13 @@ class FileMap:
     def open(cls, path: Path) -> "FileMap":
         """Maps the file and reads its header. CheckpointError names the file and the tensor that is wrong."""
         try:
-            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"{path!s:.500}: {reason}") from error
+            descriptor = open_regular(path)
+        except OSError as error:
+            raise CheckpointError(f"{path!s:.500}: {error.strerror}") from error
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: no regular file")
-            tensors = _read_header(path, descriptor, status.st_size)
-            return cls(path, _native.Mapping.map_fd(descriptor, status.st_size, writable=False), tensors)
+            file_bytes = os.fstat(descriptor).st_size
+            tensors = _read_header(path, descriptor, file_bytes)
+            return cls(path, _native.Mapping.map_fd(descriptor, file_bytes, writable=False), tensors)
         finally:
             os.close(descriptor)
 

@@ -10,7 +10,6 @@ for each opcode, of which there may be no more than MAX_OPS.
 
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fastdeploy_rl import _native
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS, MAX_HEADER_BYTES, StoredTensor
+from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 if TYPE_CHECKING:
@@ -93,17 +93,13 @@ class SavedState:
 def open_saved_state(path: Path) -> SavedState:
     """Finds the tensors of a file, and maps it. CheckpointError names the file and what is wrong with it."""
     try:
-        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path!s:.500}: {reason}") from error
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path!s:.500}: {error.strerror}") from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: no regular file")
-        saved = _read(lambda offset, count: os.pread(descriptor, count, offset), status.st_size, str(path))
-        return SavedState(path, _native.Mapping.map_fd(descriptor, status.st_size, writable=False), saved)
+        file_bytes = os.fstat(descriptor).st_size
+        saved = _read(lambda offset, count: os.pread(descriptor, count, offset), file_bytes, str(path))
+        return SavedState(path, _native.Mapping.map_fd(descriptor, file_bytes, writable=False), saved)
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,6 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
@@ -43,6 +42,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
+from fastdeploy_rl.memory.regular_file import read_regular
 from fastdeploy_rl.version import WeightVersion
 
 _MAX_LATEST_BYTES = 4096
@@ -271,22 +271,11 @@ class Channel:
     def read(self, name: str, max_bytes: int) -> bytes:
         """A whole file. FileNotFoundError where there is none, ManifestError for what is no regular file or larger."""
         try:
-            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return read_regular(self.path / name, max_bytes, follows_links=False)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror}") from error
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ManifestError(f"{self.path / name} is no regular file")
-            with open(fd, "rb", closefd=False) as file:
-                data = file.read(max_bytes + 1)
-        finally:
-            os.close(fd)
-        if len(data) > max_bytes:
-            raise ManifestError(f"{self.path / name} has more than {max_bytes} bytes")
-        return data
 
     def replace(self, name: str, data: bytes) -> None:
         """Writes a file, whole or not at all. NoSpaceError where there is no room for it, SegmentError where it cannot

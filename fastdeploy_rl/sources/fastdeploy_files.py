@@ -31,6 +31,7 @@ import msgspec
 from fastdeploy_rl.config import cuda_visible_devices
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError, NoPublicationError, TrainerError
 from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
+from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import is_saved_state, open_saved_state
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import FileLayout, FoundFiles
@@ -225,7 +226,7 @@ def _contents(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]
 def _is_pickle(path: Path) -> bool:
     """A safetensors header is shorter than 2^48 bytes, so that zeros follow; a pickle has opcodes there."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             first = file.read(8)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

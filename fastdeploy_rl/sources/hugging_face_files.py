@@ -6,7 +6,6 @@ comes out names every tensor of the index, each in the shard that the index says
 """
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.manifest import Part, Tensor
 from fastdeploy_rl.memory.file_map import FileMap
+from fastdeploy_rl.memory.regular_file import read_regular
 from fastdeploy_rl.plan.conventions import hugging_face
 from fastdeploy_rl.sources.described import FileLayout, FoundFiles
 from fastdeploy_rl.sources.rank_slices import UNSUMMED
@@ -50,7 +50,11 @@ def find_hugging_face(directory: Path) -> FoundFiles | None:
 def _shards(index: Path) -> dict[str, str]:
     """Tensor name -> the file that has it."""
     try:
-        shards = msgspec.json.decode(_read(index), type=_Index).weight_map
+        data = read_regular(index, _MAX_INDEX_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{index}: {error.strerror}") from error
+    try:
+        shards = msgspec.json.decode(data, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{index}: no index of a checkpoint: {error!s:.500}") from error
     for name, shard in shards.items():
@@ -62,21 +66,6 @@ def _shards(index: Path) -> dict[str, str]:
     if not shards:
         raise CheckpointError(f"{index}: weight_map names no tensor")
     return shards
-
-
-def _read(path: Path) -> bytes:
-    try:
-        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path}: no regular file")
-        data = file.read(_MAX_INDEX_BYTES + 1)
-    if len(data) > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path}: more than {_MAX_INDEX_BYTES} bytes")
-    return data
 
 
 def _read_layout(directory: Path, shards: dict[str, str]) -> FileLayout:

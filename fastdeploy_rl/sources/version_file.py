@@ -5,13 +5,12 @@ the older `version.txt`, and their bounds. Refuses to know where weights come fr
 are read as plain `key: value` lines: a number needs no YAML.
 """
 
-import os
 import re
-import stat
 from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_rl.errors import VersionFormatError
+from fastdeploy_rl.memory.regular_file import read_regular
 from fastdeploy_rl.version import WeightVersion
 
 _MAX_BYTES = 64 << 10
@@ -67,20 +66,8 @@ def _in_yaml(text: str) -> str:
 
 def _read(path: Path) -> str | None:
     try:
-        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return read_regular(path, _MAX_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise VersionFormatError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise VersionFormatError(f"{path} is no regular file")
-        data = os.read(fd, _MAX_BYTES + 1)
-    except OSError as error:
-        raise VersionFormatError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(fd)
-    if len(data) > _MAX_BYTES:
-        raise VersionFormatError(f"{path} has more than {_MAX_BYTES} bytes")
-    return data.decode("utf-8", "replace")

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
+from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.version import WeightVersion
@@ -159,8 +160,7 @@ class FileFetch:
     def _open(self, segment: int) -> int:
         path = self._directory / self._files[segment].name
         try:
-            # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = open_regular(path)
         except OSError as error:
             raise NoPublicationError(f"{path}: {error.strerror}, it was there before; update again") from error
         try:

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.memory.regular_file import open_regular
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
@@ -14,16 +15,14 @@ def read_secret(path: Path) -> bytes:
     """The file's bytes without blanks and newlines around them. ConfigurationError for one that others may read, that
     is no regular file, or whose secret is shorter than 16 bytes or longer than 4096."""
     try:
-        # Without O_NONBLOCK a pipe in the file's place would keep us for good.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_regular(path)
         try:
             _check_private(path, os.fstat(descriptor))
             data = os.read(descriptor, MAX_SECRET_BYTES + 64)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(f"secret file {path!s:.200}: {reason}") from error
+    except OSError as error:
+        raise ConfigurationError(f"secret file {path!s:.200}: {error.strerror}") from error
     return checked_secret(data.strip(), f"secret file {path}")
 
 
@@ -37,7 +36,5 @@ def checked_secret(secret: bytes, what: str = "the secret") -> bytes:
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigurationError(f"secret file {path} is no regular file")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(f"secret file {path} is open to other users: chmod 600 {path}")

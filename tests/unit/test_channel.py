@@ -226,5 +226,5 @@ def test_latest_is_plain_json_for_other_tools(channel: Channel) -> None:
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_is_no_regular_file_in_a_files_place_is_refused(channel: Channel, make: Callable[[Path], None]) -> None:
     make(channel.path / "LATEST")
-    with pytest.raises(ManifestError, match="LATEST is no regular file"):
+    with pytest.raises(ManifestError, match="LATEST cannot be read: no regular file"):
         channel.read_latest()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from source_suite import arrived, plan_of, weights
+from source_suite import SourceSuite, arrived, plan_of, weights
 from transport_suite import Connect, TransportSuite
 
 from fastdeploy_rl._native import Mapping
@@ -27,7 +27,8 @@ from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer
 from fastdeploy_rl.sources import rsync
-from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.sources.base import SourceConfig, WeightSource
+from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.testing.fake_mooncake import FakeMooncake
 from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Run
 from fastdeploy_rl.transport.connection import Connection
@@ -163,6 +164,16 @@ def engines(request: pytest.FixtureRequest, infiniband_dir: Path) -> tuple[Libra
     return FakeMooncake(), MooncakeSettings("rdma", infiniband_dir=infiniband_dir)
 
 
+@contextmanager
+def served(channel: Path, exporter: MooncakeExporter) -> Iterator[str]:
+    """The address of a server that exports what is published there."""
+    with ExitStack() as stack:
+        shelf = ChannelShelf(Channel(channel), Deadlines())
+        stack.callback(shelf.close)
+        exporting = ExportingShelf(shelf, exporter)
+        yield stack.enter_context(TcpServer(exporting, locate=exporting.locate)).address
+
+
 class _MooncakeSuite(TransportSuite):
     """Fixtures to provide: `library`, `settings`, and `exporter`."""
 
@@ -181,13 +192,10 @@ class _MooncakeSuite(TransportSuite):
         exporter: MooncakeExporter,
     ) -> Iterator[Connect]:
         with ExitStack() as stack:
-            shelf = ChannelShelf(Channel(tmp_path / "channel"), Deadlines())
-            stack.callback(shelf.close)
-            exporting = ExportingShelf(shelf, exporter)
-            server = stack.enter_context(TcpServer(exporting, locate=exporting.locate))
+            address = stack.enter_context(served(tmp_path / "channel", exporter))
 
             def connect(bucket_bytes: int) -> MooncakeTransport:
-                transport = MooncakeTransport.open(server.address, settings, library=library, bucket_bytes=bucket_bytes)
+                transport = MooncakeTransport.open(address, settings, library=library, bucket_bytes=bucket_bytes)
                 stack.callback(transport.close)
                 return transport
 
@@ -222,6 +230,29 @@ class TestFakeLibraryOverRdma(_MooncakeSuite):
         exporter = MooncakeExporter.open(settings, library=library)
         yield exporter
         exporter.close()
+
+
+class TestMooncakeSource(SourceSuite):
+    """As an engine that has an HCA fetches."""
+
+    OWNS_MEMORY = True
+
+    @pytest.fixture
+    def publisher(self, tmp_path: Path) -> Iterator[WeightPublisher]:
+        with WeightPublisher(tmp_path / "channel", max_arenas=2) as publisher:
+            yield publisher
+
+    @pytest.fixture
+    def source(self, tmp_path: Path, infiniband_dir: Path, publisher: WeightPublisher) -> Iterator[WeightSource]:
+        fake, settings = FakeMooncake(), MooncakeSettings("rdma", infiniband_dir=infiniband_dir)
+        exporter = MooncakeExporter.open(settings, library=fake)
+        with served(tmp_path / "channel", exporter) as address:
+            transport = MooncakeTransport.open(address, settings, library=fake, bucket_bytes=48)
+            source = FetchingSource(transport, SourceConfig(tmp_path / "channel"))
+            yield source
+            source.close()
+        exporter.close()
+        assert (fake.live, fake.registered) == ([], [])
 
 
 def test_every_byte_lands_where_it_belongs(tmp_path: Path, engines: tuple[Library, MooncakeSettings]) -> None:

@@ -89,12 +89,16 @@ class StagedSource(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. `resolve` and `discredit` may be
-    called from any thread, everything else from one."""
+    """Where versions come from. Deadlines are absolute CLOCK_MONOTONIC nanoseconds. All but `stage`,
+    `trim` and `close` may be called from any thread, these from one."""
 
     def resolve(self, version: WeightVersion | None, *, deadline_ns: int) -> ResolvedPublication:
         """The given version, or the one that is wanted where none is named: the latest, as a rule. NoPublicationError
         when it is not to be had, naming the one that is."""
+        ...
+
+    def current_epoch(self, *, deadline_ns: int) -> int:
+        """Which epoch a bare step number means, as FastDeploy writes it. NoPublicationError while there is none."""
         ...
 
     def discredit(self, resolved: ResolvedPublication) -> None:

@@ -70,6 +70,10 @@ class CheckpointTransferSource(FetchingSource):
         # The transport reads the version file: nobody else can say which step is the latest.
         super().__init__(CheckpointTransport(config, options), dataclasses.replace(config, model_dir=None))
 
+    def current_epoch(self, *, deadline_ns: int) -> int:
+        """Nobody counts the epochs of that package's steps."""
+        return _EPOCH
+
 
 class CheckpointTransport:
     """The package as a transport of segments that it does not have: bytes of segment r are found in what rank r is

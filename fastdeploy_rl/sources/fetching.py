@@ -72,7 +72,7 @@ class FetchingSource:
         wanted = wanted_version(self._config.model_dir)
         if wanted is None:
             return self._offer(None, deadline_ns)
-        epoch = self._offer(None, deadline_ns).version.epoch if wanted.needs_epoch else 0
+        epoch = self.current_epoch(deadline_ns=deadline_ns) if wanted.needs_epoch else 0
         try:
             return self._offer(wanted.in_epoch(epoch), deadline_ns)
         except NoPublicationError as error:
@@ -94,6 +94,9 @@ class FetchingSource:
                 if offer.manifest is resolved.manifest:
                     return offer
         return Offer(resolved.version, resolved.manifest, file_digest(encode(resolved.manifest)))
+
+    def current_epoch(self, *, deadline_ns: int) -> int:
+        return self._offer(None, deadline_ns).version.epoch
 
     def discredit(self, resolved: ResolvedPublication) -> None:
         """Its bytes may have been spoilt on the way, by a wire or a peer: asked for again, they are fetched again. No

@@ -61,6 +61,9 @@ class IpcSource:
         self._resolved = known = self._channel.read_publication(deadline_ns)
         return known
 
+    def current_epoch(self, *, deadline_ns: int) -> int:
+        return self.resolve(None, deadline_ns=deadline_ns).version.epoch
+
     def discredit(self, resolved: ResolvedPublication) -> None:
         """Older versions in memory are there for the way back; what is published is what is to be taken."""
 

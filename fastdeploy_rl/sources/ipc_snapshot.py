@@ -14,7 +14,6 @@ Where there are no snapshots, files in other formats are looked for (`foreign_fi
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Segment
+from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter, RegionKind
 from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
 from fastdeploy_rl.sources import foreign_files
@@ -65,6 +65,9 @@ class SnapshotSource:
             if entries := self._directory.entries():
                 raise NoPublicationError(self._missing_text(version, len(entries)))
         return self._foreign.resolve(version, deadline_ns=deadline_ns)
+
+    def current_epoch(self, *, deadline_ns: int) -> int:
+        return self.resolve(None, deadline_ns=deadline_ns).version.epoch
 
     def discredit(self, resolved: ResolvedPublication) -> None:
         with self._lock:
@@ -219,16 +222,15 @@ def _map_file(directory: Path, segment: Segment) -> Mapping:
     """Its size is looked at where it is opened, so that no other file can be meant."""
     path = directory / segment.locator
     try:
-        # Without O_NONBLOCK a pipe in a file's place would keep us for good.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_regular(path, follows_links=False)
     except FileNotFoundError as error:
         raise NoPublicationError(f"{path} was removed since it was found; update again") from error
     except OSError as error:
         raise NoPublicationError(f"{path} cannot be opened: {error.strerror}") from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != segment.num_bytes:
-            raise ManifestError(f"{path} has {status.st_size} bytes, its manifest says {segment.num_bytes}")
+        file_bytes = os.fstat(descriptor).st_size
+        if file_bytes != segment.num_bytes:
+            raise ManifestError(f"{path} has {file_bytes} bytes, its manifest says {segment.num_bytes}")
         return Mapping.map_fd(descriptor, segment.num_bytes, False)
     except OSError as error:
         raise SegmentError(f"{path} cannot be mapped: {error.strerror}") from error

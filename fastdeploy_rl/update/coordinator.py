@@ -321,11 +321,13 @@ class Coordinator:
 
     def _resolve(self, request: CommandRequest) -> ResolvedPublication:
         """What is asked for; a bare step number, as FastDeploy writes it, means one of the channel's present epoch."""
-        latest = self._source.resolve(None, deadline_ns=request.deadline_ns)
-        if not request.version:
-            return latest
-        wanted = WeightVersion.parse(request.version, current_epoch=latest.version.epoch)
-        return latest if wanted == latest.version else self._source.resolve(wanted, deadline_ns=request.deadline_ns)
+        text, deadline_ns = request.version, request.deadline_ns
+        if not text:
+            return self._source.resolve(None, deadline_ns=deadline_ns)
+        # The epoch is asked for only where it is missing: a source may have nothing that is the latest.
+        epoch = self._source.current_epoch(deadline_ns=deadline_ns) if text.isdigit() else 0
+        wanted = WeightVersion.parse(text, current_epoch=epoch)
+        return self._source.resolve(wanted, deadline_ns=deadline_ns)
 
     def _is_live_already(self, resolved: ResolvedPublication) -> bool:
         shown = self.state.live_version, self.state.content_digest

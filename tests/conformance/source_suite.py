@@ -163,6 +163,12 @@ class SourceSuite:
         published = publisher.publish(weights(1), step=1)
         assert source.resolve(published.version, deadline_ns=soon()).manifest == published.manifest
 
+    def test_a_bare_step_is_one_of_the_epoch_of_what_is_published(
+        self, source: WeightSource, publisher: Publisher
+    ) -> None:
+        published = publisher.publish(weights(1), step=1)
+        assert source.current_epoch(deadline_ns=soon()) == published.version.epoch
+
     def test_a_version_that_is_not_there_is_refused_and_the_one_that_is_is_named(
         self, source: WeightSource, publisher: Publisher
     ) -> None:

@@ -89,3 +89,7 @@ def test_an_engine_follows_the_steps_that_its_trainer_sends(
         send(wire, 8, b)
         assert client.update().version == "1.8"
         assert engine.holds(b)
+        version_file.unlink()
+        send(wire, 9, a)
+        assert client.update("9").version == "1.9"  # as FastDeploy's own routes name a step
+        assert engine.holds(a)

@@ -93,6 +93,7 @@ class PeerTransport:
         self._publisher = publisher
         self._engines = engines
         self._own_rank = own_rank
+        self._last_digest = ""
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
         """The publisher's where it has one and answers; else the newest of the peers'."""
@@ -117,7 +118,21 @@ class PeerTransport:
         raise next((error for error in failures if isinstance(error, NoPublicationError)), failures[0])
 
     def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "PeerFetch":
-        return PeerFetch(self._publisher, self._engines, self._own_rank, offer, ranges, target, deadline_ns)
+        """What is fetched a second time in a row comes from the publisher, where it still has it: a peer may have been
+        why the first time was not enough."""
+        is_again = offer.file_digest == self._last_digest and self._is_published(offer, deadline_ns)
+        self._last_digest = offer.file_digest
+        engines = () if is_again else self._engines
+        return PeerFetch(self._publisher, engines, self._own_rank, offer, ranges, target, deadline_ns)
+
+    def _is_published(self, offer: Offer, deadline_ns: int) -> bool:
+        if self._publisher is None:
+            return False
+        try:
+            found = self._publisher.offer(offer.version, deadline_ns=_soon(deadline_ns))
+        except _FAILURES:
+            return False
+        return found.file_digest == offer.file_digest
 
     def trim(self) -> None:
         for transport in self._all():

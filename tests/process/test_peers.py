@@ -15,11 +15,11 @@ import pytest
 
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
-from fastdeploy_rl.errors import ConfigurationError, NoPublicationError, PeerLostError
+from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, PeerLostError
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
-from tests.process.test_update_numpy import MODEL, as_the_engine
+from tests.process.test_update_numpy import MODEL, as_the_engine, flip
 from tests.process.trainer import Trainer
 
 
@@ -179,6 +179,24 @@ def test_a_peer_that_was_cleared_has_nothing_to_give(channel: Path):
         client.update()
         assert late.holds(weights)
         assert trainer.server.num_payload_bytes == 2 * num_sent
+
+
+def test_a_peer_whose_memory_was_changed_spoils_nothing_but_the_first_attempt(channel: Path):
+    """The late joiner sees it by the checksums, keeps what it has, and the next time asks the trainer."""
+    with (
+        Trainer("rsync", channel) as trainer,
+        serving(channel, 1) as (peer, peer_client, address),
+        engine(channel, 1, peers=[address]) as late,
+        BoardClient(late.port) as client,
+    ):
+        weights = publish(trainer, 1)
+        peer_client.update()
+        flip(f"/proc/{peer.workers[0].pid}/mem", peer.ask(0, "address layers.0.up"))
+        with pytest.raises(ChecksumMismatchError, match=r"layers\.0\.up"):
+            client.update()
+        assert late.holds(random_weights(MODEL, 0))
+        assert client.update().version == "1.1"
+        assert late.holds(weights)
 
 
 def test_an_address_that_is_taken_is_said_and_nothing_changes(channel: Path):

@@ -255,6 +255,18 @@ def test_ranges_without_bytes_are_complete_at_once() -> None:
     bring(PeerTransport(Server(), [engine(Server())], 0), [ByteRange(0, 0, 0, 0, 16, 0), ByteRange(0, 0, 0, 3, 0, 0)])
 
 
+def test_what_is_fetched_again_comes_from_the_publisher_where_it_has_it() -> None:
+    """What a peer gave the first time may have been spoilt. A publisher that is gone is not waited for."""
+    publisher, peer = Server(), Server()
+    transport = PeerTransport(publisher, [engine(peer)], 0)
+    for num_from_publisher in (0, 64, 128):
+        bring(transport, WANTED)
+        assert publisher.asked_bytes == num_from_publisher
+    publisher.error = NOBODY
+    bring(transport, WANTED)
+    assert peer.asked_bytes == 128
+
+
 # --- which version
 
 

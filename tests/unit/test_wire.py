@@ -2,18 +2,23 @@
 and buckets keep their laws."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import ConfigurationError, EngineError, NoPublicationError, PeerLostError
 from fastdeploy_rl.plan.byte_range import ByteRange
-from fastdeploy_rl.transport import wire
+from fastdeploy_rl.transport import outgoing, wire
 from fastdeploy_rl.transport.address import Address, parse_address
+from fastdeploy_rl.transport.base import Run
 from fastdeploy_rl.transport.buckets import MAX_RANGES, MAX_ROWS, Bucket, Piece, buckets, joined, part, spans
+from fastdeploy_rl.transport.outgoing import Outgoing
 from fastdeploy_rl.transport.secret import read_secret
 
 NONCE, PROOF = bytes(range(32)), bytes(32)
@@ -156,7 +161,11 @@ def test_a_secret_that_others_know_or_guess_is_refused(tmp_path: Path, mode: int
 
 def test_what_is_no_secret_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for path, reason in ((tmp_path / "pipe", "no regular file"), (tmp_path, "no regular file"), (tmp_path / "x", "No such")):
+    for path, reason in (
+        (tmp_path / "pipe", "no regular file"),
+        (tmp_path, "no regular file"),
+        (tmp_path / "x", "No such"),
+    ):
         with pytest.raises(ConfigurationError, match=reason):
             read_secret(path)
 
@@ -283,3 +292,49 @@ def test_a_question_that_would_cost_too_much_is_refused(wrong: ByteRange) -> Non
     wire.check_read([ByteRange(0, 0, 1, 2**20, 1, 0)])
     with pytest.raises(ValueError, match=r"ranges|bytes|rows"):
         wire.check_read([wrong])
+
+
+# --- what a server sends ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Mapping:
+    memory = Mapping.private(1 << 18)
+    np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, 1 << 18, np.uint8)
+    return memory
+
+
+def runs_in(memory: Mapping) -> list[Run]:
+    """Short rows, more than are gathered at once; long rows; one row; none."""
+    return [
+        Run(memory, 3, 7, 11, 50),
+        Run(memory, 0, 40_000, 50_000, 3),
+        Run(memory, 5, 9),
+        Run(memory, 0, 0, 5, 3),
+        Run(memory, 100, 33, 40, 4),
+    ]
+
+
+def test_rows_are_sent_in_order_however_they_are_gathered(memory: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(memory)
+    expected = b"".join(
+        data[run.offset + row * run.stride :][: run.num_bytes] for run in runs_in(memory) for row in range(run.rows)
+    )
+    monkeypatch.setattr(outgoing, "_GATHERED_BYTES", 100)
+    sent = b"".join(bytes(each) for batch in Outgoing().batches(runs_in(memory)) for each in batch)
+    assert sent == expected
+    memory.close()  # nobody looks at it any more
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 60])
+def test_what_is_not_sent_to_its_end_is_looked_at_by_nobody(
+    memory: Mapping, monkeypatch: pytest.MonkeyPatch, num_batches: int
+) -> None:
+    monkeypatch.setattr(outgoing, "_GATHERED_BYTES", 100)
+    kept = []
+    with closing(Outgoing().batches(runs_in(memory))) as batches:
+        for _, batch in zip(range(num_batches), batches, strict=False):
+            kept.append(batch)
+    memory.close()
+    with pytest.raises(ValueError, match="released"):
+        len(kept[-1][0])

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import ChecksumMismatchError, ConfigurationError, NoPublicationError, PeerLostError
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
+from tests.process.test_rank_death import await_recovery, kill
 from tests.process.test_update_numpy import MODEL, as_the_engine, flip
 from tests.process.trainer import Trainer
 
@@ -36,7 +38,13 @@ def free_ports(num: int) -> int:
 
 
 def engine(
-    channel: Path, num_ranks: int, *, model: NumpyModel = MODEL, apply_mode: str = "auto", **rsync_config: Any
+    channel: Path,
+    num_ranks: int,
+    *,
+    model: NumpyModel = MODEL,
+    apply_mode: str = "auto",
+    is_restarted_on_death: bool = False,
+    **rsync_config: Any,
 ) -> NumpyEngine:
     return NumpyEngine(
         model,
@@ -45,7 +53,8 @@ def engine(
         apply_mode=apply_mode,
         load_strategy="rsync",
         rsync_config=rsync_config,
-        update_s=20.0,
+        deadlines=Deadlines(update_s=20.0, attach_s=20.0, rejoin_s=20.0, finish_s=0.3),
+        is_restarted_on_death=is_restarted_on_death,
     )
 
 
@@ -195,6 +204,24 @@ def test_a_peer_whose_memory_was_changed_spoils_nothing_but_the_first_attempt(ch
         with pytest.raises(ChecksumMismatchError, match=r"layers\.0\.up"):
             client.update()
         assert late.holds(random_weights(MODEL, 0))
+        assert client.update().version == "1.1"
+        assert late.holds(weights)
+
+
+def test_a_rank_that_was_killed_gives_again_when_it_is_back(channel: Path, tmp_path: Path):
+    """At the address that it had, what it has fetched anew."""
+    address = f"127.0.0.1:{free_ports(2)}"
+    with (
+        Trainer("rsync", channel) as trainer,
+        engine(channel, 2, serve=address, is_restarted_on_death=True) as peer,
+        BoardClient(peer.port) as peer_client,
+        engine(tmp_path / "elsewhere", 2, peers=[address]) as late,
+        BoardClient(late.port) as client,
+    ):
+        weights = publish(trainer, 1)
+        peer_client.update()
+        kill(peer, 1)
+        await_recovery(peer, peer_client, 1)
         assert client.update().version == "1.1"
         assert late.holds(weights)
 

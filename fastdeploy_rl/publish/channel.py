@@ -6,6 +6,7 @@
     manifest-{version}-{digest16}.json   canonical bytes of a manifest: the latest, former ones while memory is intact
     LEASES                               table of arenas and their holders (publish/leases.py)
     holders/{token}.lock                 one per process that holds leases
+    SERVER SERVER.LOCK                   where a weight server listens, and its flock (publish/weight_server.py)
 
 Where several processes publish a version together, number 0 owns the files above, and there are for each other one
 

@@ -9,12 +9,10 @@ offsets differ from the manifest that was published, so that layout and content 
 """
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import ManifestError
 from fastdeploy_rl.manifest import ALIGNMENT, Manifest, Part, Segment, Tensor, aligned, build_manifest
 
@@ -38,21 +36,6 @@ class Shard(NamedTuple):
     header: bytes
     entries: tuple[Entry, ...]
     num_bytes: int
-
-
-class Rows(NamedTuple):
-    """Part of an entry: `rows` rows of `row_bytes`, packed from `source_offset` of the segment on; in the whole tensor
-    they lie `place_stride` apart from `place_offset` on."""
-
-    source_offset: int
-    rows: int
-    row_bytes: int
-    place_offset: int
-    place_stride: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.rows * self.row_bytes
 
 
 def lay_out(manifest: Manifest, shard_bytes: int) -> tuple[Shard, ...]:
@@ -83,31 +66,6 @@ def snapshot_manifest(published: Manifest, shards: Sequence[Shard]) -> Manifest:
     if digests != (published.layout_digest, published.content_digest):
         raise ManifestError(f"a snapshot of version {published.version} would not be what was published: {digests}")
     return manifest
-
-
-def rows_of(entry: Entry, max_bytes: int) -> Iterator[Rows]:
-    """The entry's bytes in order, in pieces of at most `max_bytes`."""
-    rows, row_bytes, place, stride = _geometry(entry)
-    if row_bytes <= max_bytes:
-        step = max_bytes // max(row_bytes, 1)
-        for first in range(0, rows if row_bytes else 0, step):
-            start = entry.source.offset + first * row_bytes
-            yield Rows(start, min(step, rows - first), row_bytes, place + first * stride, stride)
-        return
-    for row in range(rows):
-        for at in range(0, row_bytes, max_bytes):
-            size = min(max_bytes, row_bytes - at)
-            yield Rows(entry.source.offset + row * row_bytes + at, 1, size, place + row * stride + at, 0)
-
-
-def _geometry(entry: Entry) -> tuple[int, int, int, int]:
-    """Rows of the part, bytes of one, and where they lie in the whole tensor: first byte and stride."""
-    tensor, axis = entry.tensor, entry.tensor.shard_axis
-    if axis is None:
-        return 1, entry.num_bytes, 0, 0
-    inner = prod(tensor.shape[axis + 1 :]) * itemsize(tensor.dtype)
-    length = entry.source.stop - entry.source.start
-    return prod(tensor.shape[:axis]), length * inner, entry.source.start * inner, tensor.shape[axis] * inner
 
 
 def _in_memory_order(manifest: Manifest) -> list[tuple[Tensor, Part]]:

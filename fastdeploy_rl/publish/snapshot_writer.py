@@ -31,11 +31,12 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
+from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.channel_reader import ChannelReader, LeasedSegments
 from fastdeploy_rl.publish.copying import OnProgress
 from fastdeploy_rl.publish.snapshot_directory import Snapshot, SnapshotDirectory, storing, sync_directory
-from fastdeploy_rl.publish.snapshot_layout import Entry, Rows, Shard, lay_out, rows_of, snapshot_manifest
+from fastdeploy_rl.publish.snapshot_layout import Entry, Shard, lay_out, snapshot_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -311,10 +312,10 @@ class _Stream:
 
     def write(self, descriptor: int, entries: Sequence[Entry]) -> None:
         """All bytes of the entries, one after the other."""
-        batch: list[tuple[Entry, Rows]] = []
+        batch: list[tuple[Entry, PartRows]] = []
         filled = 0
         for entry in entries:
-            for rows in rows_of(entry, _CHUNK_BYTES):
+            for rows in pieces_of(entry.tensor, entry.source, _CHUNK_BYTES):
                 if filled + rows.num_bytes > _CHUNK_BYTES:
                     self._flush(descriptor, batch, filled)
                     batch, filled = [], 0
@@ -322,7 +323,7 @@ class _Stream:
                 filled += rows.num_bytes
         self._flush(descriptor, batch, filled)
 
-    def _flush(self, descriptor: int, batch: Sequence[tuple[Entry, Rows]], num_bytes: int) -> None:
+    def _flush(self, descriptor: int, batch: Sequence[tuple[Entry, PartRows]], num_bytes: int) -> None:
         self._check_wanted()
         for (entry, _), sums in zip(batch, self._copy(batch), strict=True):
             self._sums[entry.tensor.name] = add(self._sums[entry.tensor.name], sums)
@@ -332,7 +333,7 @@ class _Stream:
         if self._job.on_progress is not None:
             self._job.on_progress(self._done, self._total)
 
-    def _copy(self, batch: Sequence[tuple[Entry, Rows]]) -> list[Fletcher4]:
+    def _copy(self, batch: Sequence[tuple[Entry, PartRows]]) -> list[Fletcher4]:
         regions, at = [], 0
         for entry, rows in batch:
             regions.append(self._region(entry, rows, at))
@@ -343,7 +344,7 @@ class _Stream:
         finally:
             regions.clear()  # a failure's frames must not keep views of published memory alive
 
-    def _region(self, entry: Entry, rows: Rows, at: int) -> Region:
+    def _region(self, entry: Entry, rows: PartRows, at: int) -> Region:
         return Region(
             source=self._job.leased.segments[entry.source.segment],
             source_offset=rows.source_offset,

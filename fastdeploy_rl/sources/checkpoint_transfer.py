@@ -40,10 +40,11 @@ from fastdeploy_rl.manifest import (
 )
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.plan.part_rows import rows_of
 from fastdeploy_rl.publish.channel import Channel, order_of
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.sources.rank_slices import Slice, join, join_slices, local_shape, rows_in_whole
+from fastdeploy_rl.sources.rank_slices import Slice, join, join_slices, local_shape
 from fastdeploy_rl.sources.rsync_config import CheckpointTransferConfig
 from fastdeploy_rl.sources.version_file import wanted_version
 from fastdeploy_rl.transport.base import Offer
@@ -266,7 +267,7 @@ class SummedPart(NamedTuple):
 
 
 def _share(received: ReceivedTensor, whole: Tensor, part: int, num_threads: int) -> Fletcher4:
-    rows = rows_in_whole(whole, whole.parts[0 if whole.shard_axis is None else part])
+    rows = rows_of(whole, whole.parts[0 if whole.shard_axis is None else part])
     if not rows.rows:
         return ZERO
     region = Region(
@@ -275,7 +276,7 @@ def _share(received: ReceivedTensor, whole: Tensor, part: int, num_threads: int)
         source_stride=rows.row_bytes,
         rows=rows.rows,
         row_bytes=rows.row_bytes,
-        read_place=Place(rows.offset, rows.stride, whole.num_bytes),
+        read_place=Place(rows.place_offset, rows.place_stride, whole.num_bytes),
     )
     ((read, _),) = transfer([region], num_threads)
     return Fletcher4(*(read or ZERO))

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,7 +31,6 @@ import msgspec
 from fastdeploy_rl import _native
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl.checksum import ZERO, Fletcher4, add
-from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -43,6 +41,7 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
@@ -274,13 +273,14 @@ def _mtime_ns(path: Path) -> int:
 
 
 class _Piece(NamedTuple):
-    """Some rows of a part, or some bytes of one row, and where they lie in the whole tensor."""
+    """Some rows of a part, or some bytes of one row, which is number `holder` of all parts and twins; in a scratch
+    memory they lie from `target_offset` on."""
 
     holder: int
-    wanted: ByteRange
-    place_offset: int
-    place_stride: int
+    segment: int
+    rows: PartRows
     total_bytes: int
+    target_offset: int = 0
 
 
 def _describe(
@@ -327,12 +327,16 @@ def _sum_up(
 ) -> list[Fletcher4]:
     """Of each part: its share in the checksum of the whole tensor."""
     sums = [ZERO] * len(holders)
-    pieces = [piece for index, (tensor, part) in enumerate(holders) for piece in _pieces(index, tensor, part)]
+    pieces = [
+        _Piece(holder, part.segment, rows, tensor.num_bytes)
+        for holder, (tensor, part) in enumerate(holders)
+        for rows in pieces_of(tensor, part, _BATCH_BYTES)
+    ]
     scratch = _native.Mapping.private(max((end for _, end in _batches(pieces)), default=1))
-    done, total = 0, sum(piece.wanted.num_bytes for piece in pieces)
+    done, total = 0, sum(piece.rows.num_bytes for piece in pieces)
     for batch, _ in _batches(pieces):
         try:
-            _fetch(directory, files, [_in_one(piece.wanted) for piece in batch], scratch, num_threads, deadline_ns)
+            _fetch(directory, files, [_wanted(piece) for piece in batch], scratch, num_threads, deadline_ns)
         except DeadlineExceededError as late:
             raise DeadlineExceededError(
                 f"{late}; to describe them takes reading all of their {total} bytes, of which {done} were: give the "
@@ -340,7 +344,7 @@ def _sum_up(
             ) from late
         for piece, value in zip(batch, _sums_of(batch, scratch, num_threads), strict=True):
             sums[piece.holder] = add(sums[piece.holder], value)
-        done += sum(piece.wanted.num_bytes for piece in batch)
+        done += sum(piece.rows.num_bytes for piece in batch)
     scratch.close()
     return sums
 
@@ -362,11 +366,11 @@ def _sums_of(batch: Sequence[_Piece], scratch: _native.Mapping, num_threads: int
     regions = [
         _native.Region(
             source=scratch,
-            source_offset=piece.wanted.target_offset,
-            source_stride=piece.wanted.row_bytes,
-            rows=piece.wanted.rows,
-            row_bytes=piece.wanted.row_bytes,
-            read_place=_native.Place(piece.place_offset, piece.place_stride, piece.total_bytes),
+            source_offset=piece.target_offset,
+            source_stride=piece.rows.row_bytes,
+            rows=piece.rows.rows,
+            row_bytes=piece.rows.row_bytes,
+            read_place=_native.Place(piece.rows.place_offset, piece.rows.place_stride, piece.total_bytes),
         )
         for piece in batch
     ]
@@ -381,40 +385,19 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[tuple[list[_Piece], int]]:
     batch: list[_Piece] = []
     end = 0
     for piece in pieces:
-        if batch and end + piece.wanted.num_bytes > _BATCH_BYTES:
+        if batch and end + piece.rows.num_bytes > _BATCH_BYTES:
             yield batch, end
             batch, end = [], 0
-        batch.append(piece._replace(wanted=piece.wanted._replace(target_offset=end)))
-        end = manifests.aligned(end + piece.wanted.num_bytes)
+        batch.append(piece._replace(target_offset=end))
+        end = manifests.aligned(end + piece.rows.num_bytes)
     if batch:
         yield batch, end
 
 
-def _pieces(holder: int, tensor: Tensor, part: Part) -> Iterator[_Piece]:
-    """The part's rows: what lies together both in its file and in the whole tensor; none larger than a batch."""
-    axis = tensor.shard_axis
-    total = tensor.num_bytes
-    if not tensor.part_bytes(part):
-        return
-    if axis is None:
-        rows, row_bytes, stride, offset = 1, total, total, 0
-    else:
-        inner = prod(tensor.shape[axis + 1 :]) * itemsize(tensor.dtype)
-        rows, row_bytes = prod(tensor.shape[:axis]), (part.stop - part.start) * inner
-        stride, offset = tensor.shape[axis] * inner, part.start * inner
-    step = max(1, _BATCH_BYTES // row_bytes)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        source, place = part.offset + first * row_bytes, offset + first * stride
-        for start in range(0, row_bytes, _BATCH_BYTES):
-            size = min(_BATCH_BYTES, row_bytes - start)
-            wanted = ByteRange(part.segment, source + start, size, count, size, 0)
-            yield _Piece(holder, wanted, place + start, stride, total)
-
-
-def _in_one(wanted: ByteRange) -> ByteRange:
+def _wanted(piece: _Piece) -> ByteRange:
     """Rows that follow each other in the file are one run for whoever reads it."""
-    return wanted._replace(rows=1, row_bytes=wanted.num_bytes, stride=wanted.num_bytes)
+    size = piece.rows.num_bytes
+    return ByteRange(piece.segment, piece.rows.source_offset, size, 1, size, piece.target_offset)
 
 
 # --- as a source ----------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ the model; rank r needs nothing but its own slices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import ZERO
 from fastdeploy_rl.coverage import MAX_LISTED_PROBLEMS, ParameterSpec
-from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CoverageError
 from fastdeploy_rl.manifest import Fused, Part, Run, Tensor
 from fastdeploy_rl.plan.planner import check_divisible
@@ -82,28 +80,6 @@ def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str
             )
     if len(dtypes) > 1:
         yield f"{name}: the ranks have it as {', '.join(sorted(dtypes))}"
-
-
-class RowsInWhole(NamedTuple):
-    """Where a part's bytes lie in the whole tensor: `rows` rows of `row_bytes`, `stride` apart from `offset` on."""
-
-    rows: int
-    row_bytes: int
-    offset: int
-    stride: int
-
-
-def rows_in_whole(tensor: Tensor, part: Part) -> RowsInWhole:
-    """What the part's bytes, one row behind the other, are to the tensor's checksum. No rows where it has no bytes."""
-    if not tensor.part_bytes(part):
-        return RowsInWhole(0, 0, 0, 0)
-    if tensor.shard_axis is None:
-        return RowsInWhole(1, tensor.num_bytes, 0, tensor.num_bytes)
-    inner = prod(tensor.shape[tensor.shard_axis + 1 :]) * itemsize(tensor.dtype)
-    rows = prod(tensor.shape[: tensor.shard_axis])
-    return RowsInWhole(
-        rows, (part.stop - part.start) * inner, part.start * inner, tensor.shape[tensor.shard_axis] * inner
-    )
 
 
 def join(spec: ParameterSpec, slices: Sequence[Slice]) -> tuple[Tensor, list[Part]]:

@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import pairwise
 from math import prod
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import ManifestError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, aligned, build_manifest
-from fastdeploy_rl.publish.snapshot_layout import lay_out, rows_of, snapshot_manifest
+from fastdeploy_rl.plan.part_rows import pieces_of
+from fastdeploy_rl.publish.snapshot_layout import lay_out, snapshot_manifest
 
 SHARED = Segment(kind="shm", locator="arena", num_bytes=2**40, arena=0, generation=2)
 
@@ -82,7 +82,7 @@ def test_the_pieces_of_an_entry_are_its_bytes_in_order_and_tile_the_whole_tensor
     for shard in lay_out(manifest, 10**9):
         for entry in shard.entries:
             at = entry.source.offset
-            for rows in rows_of(entry, size):
+            for rows in pieces_of(entry.tensor, entry.source, size):
                 assert rows.num_bytes <= size
                 assert rows.source_offset == at
                 at += rows.num_bytes
@@ -92,22 +92,6 @@ def test_the_pieces_of_an_entry_are_its_bytes_in_order_and_tile_the_whole_tensor
             assert at == entry.source.offset + entry.num_bytes
     for tensor in manifest.tensors:
         assert seen[tensor.name] == Counter(range(tensor.num_bytes))
-
-
-def test_places_are_those_of_the_rows_in_the_whole_tensor() -> None:
-    whole = np.arange(24, dtype=np.uint8).reshape(4, 6)
-    parts = (Part(0, 0, 0, 2), Part(0, 512, 2, 6))
-    manifest = build_manifest("1.1", "full", [SHARED], [Tensor("t", "U8", (4, 6), 1, parts, "0" * 64)], {})
-    memory = bytearray(1024)
-    memory[:8], memory[512:528] = whole[:, :2].tobytes(), whole[:, 2:].tobytes()
-    found = bytearray(24)
-    for entry in lay_out(manifest, 10**9)[0].entries:
-        for rows in rows_of(entry, 5):
-            for row in range(rows.rows):
-                source = rows.source_offset + row * rows.row_bytes
-                place = rows.place_offset + row * rows.place_stride
-                found[place : place + rows.row_bytes] = memory[source : source + rows.row_bytes]
-    assert found == whole.tobytes()
 
 
 def test_a_name_in_a_header_stands_for_one_entry() -> None:

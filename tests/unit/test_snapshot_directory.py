@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -192,10 +191,11 @@ def test_an_error_after_the_rename_leaves_the_version_whole(
     assert (directory.path / "LATEST").read_bytes() == latest
 
 
-def test_a_directory_with_too_many_names_is_looked_at_quickly(directory: SnapshotDirectory) -> None:
-    for number in range(12_000):
+def test_of_a_directory_with_too_many_names_some_are_looked_at(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastdeploy_rl.publish.snapshot_directory._MAX_ENTRIES", 10)
+    for number in range(12):
         (directory.path / f"1.{number}-{number:016x}").mkdir()
-    began = time.monotonic()
-    assert len(directory.entries()) == 10_000
+    assert len(directory.entries()) == 10
     assert directory.newest() is None
-    assert time.monotonic() - began < 20  # a bound against hanging, not a figure

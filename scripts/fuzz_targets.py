@@ -6,7 +6,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.saved_state import SavedArray, read_saved_state, write_saved_state
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish import leases
 from fastdeploy_rl.publish.channel import Channel, Latest
@@ -27,8 +28,11 @@ from fastdeploy_rl.publish.contribution import ContributedPart, ContributedTenso
 from fastdeploy_rl.publish.leases import NUM_ARENAS, NUM_SLOTS, Holder, LeaseTable
 from fastdeploy_rl.publish.meeting import Meeting, Offer
 from fastdeploy_rl.publish.meeting import Part as MeetingPart
+from fastdeploy_rl.publish.weight_server import WeightServer, read_server_address
 from fastdeploy_rl.receipt import RankReceipt, Receipt
 from fastdeploy_rl.report import RankReport, UpdateReport
+from fastdeploy_rl.transport import wire
+from fastdeploy_rl.transport.address import parse_address
 from fastdeploy_rl.update.history import read_history
 from fastdeploy_rl.update.rank_files import RankFiles, RankPart
 from fastdeploy_rl.version import WeightVersion
@@ -101,6 +105,21 @@ _PART = RankPart(RankReport(0, []), RankReceipt(0, "1.1", {"w": _SUM.hex()}, {"w
 _HEADER = (
     b'{"w":{"dtype":"F32","shape":[4,6],"data_offsets":[0,96]},"v":{"dtype":"F16","shape":[],"data_offsets":[96,98]}}'
 )
+_FRAMES = [
+    wire.encode(message)
+    for message in (
+        wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, bytes(32), True, 0, 1),
+        wire.ClientHello(bytes(32), bytes(32)),
+        wire.Ask("1.1"),
+        wire.Offered(MANIFEST),
+        wire.Hold("0" * 64),
+        wire.Read((ByteRange(0, 1, 2, 3, 4, 5), ByteRange(6, 7, 8, 9, 10, 11))),
+        wire.Data(96),
+        wire.Places("127.0.0.1:1", (1, 2)),
+        wire.Holdings((ByteRange(0, 1, 2, 3, 4, 5),)),
+        wire.Failed("NoPublicationError", "gone"),
+    )
+]
 _SAVED_STATE = b"".join(
     bytes(piece)
     for piece in write_saved_state({"w": SavedArray("F32", (2, 3), bytes(24)), "v": SavedArray("U8", (), b"1")})
@@ -291,6 +310,40 @@ def _saved_state_reader() -> Iterator[Reader]:
 
 
 @contextmanager
+def _wire_reader() -> Iterator[Reader]:
+    """One frame of the tcp transport, as both ends take it in: what is taken is what goes out again, and a question
+    that passes costs no more than it may."""
+
+    def read(data: bytes) -> None:
+        num_bytes, kind = wire.payload_bytes(data[: wire.HEADER_BYTES].ljust(wire.HEADER_BYTES, b"\0"), len(data))
+        message = wire.decode(kind, data[wire.HEADER_BYTES :][:num_bytes])
+        if wire.decode(kind, wire.encode(message)[wire.HEADER_BYTES :]) != message:
+            raise BrokenPromiseError(f"{message!r:.200} is another message when it is sent")
+        if isinstance(message, wire.Read):
+            with suppress(ValueError):
+                wire.check_read(message.ranges)
+                if message.num_bytes > wire.MAX_READ_BYTES:
+                    raise BrokenPromiseError(f"a question for {message.num_bytes} bytes passes")
+
+    yield read
+
+
+@contextmanager
+def _server_file_reader() -> Iterator[Reader]:
+    """`SERVER` of a channel, while a server lives."""
+    with tempfile.TemporaryDirectory(prefix="fastdeploy_rl_fuzz.") as directory:
+        channel = Path(directory) / "channel"
+        with WeightServer(channel):
+
+            def read(data: bytes) -> None:
+                (channel / "SERVER").write_bytes(data)
+                if not 0 < parse_address(read_server_address(channel)).port < 65536:
+                    raise BrokenPromiseError("an address without a port is taken")
+
+            yield read
+
+
+@contextmanager
 def _text_reader() -> Iterator[Reader]:
     """Versions and checksums as they stand in words, flags and files."""
 
@@ -321,5 +374,7 @@ FILE_TARGETS = [
     Target("run_dir", documents([msgspec.json.encode(r) for r in (_REPORT, _PART, _RECEIPT)]), _run_dir_reader),
     Target("checkpoint", documents([_HEADER]), _checkpoint_reader),
     Target("saved_state", raw([_SAVED_STATE]), _saved_state_reader),
+    Target("wire", raw(_FRAMES), _wire_reader),
+    Target("server", documents([b'{"address":"127.0.0.1:8190"}', b'{"address":"[::1]:1"}']), _server_file_reader),
     Target("text", raw([b"1.1", b"3.1200", b"9223372036854775807.0", b"1200"]), _text_reader),
 ]

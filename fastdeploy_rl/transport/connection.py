@@ -140,7 +140,7 @@ class Connection:
         return self._open_link.receive_into(target, sooner(deadline_ns, _ns(self._deadlines.stall_s)))
 
     def _answer(self, max_bytes: int, deadline_ns: int) -> wire.Message:
-        return self._open_link.receive(max_bytes, sooner(deadline_ns, _ns(self._deadlines.stall_s)))
+        return self._open_link.receive(max_bytes, deadline_ns, _ns(self._deadlines.stall_s))
 
     @property
     def _open_link(self) -> Link:

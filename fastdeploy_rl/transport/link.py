@@ -42,11 +42,12 @@ class Link:
         """As `send_buffers`."""
         self.send_buffers([memoryview(wire.encode(message))], deadline_ns, stall_ns)
 
-    def receive(self, max_bytes: int, deadline_ns: int) -> wire.Message:
-        """The next message. ConnectionError when the other end has gone."""
-        header = self._exactly(wire.HEADER_BYTES, deadline_ns)
+    def receive(self, max_bytes: int, deadline_ns: int, stall_ns: int | None = None) -> wire.Message:
+        """The next message. ConnectionError when the other end has gone; TimeoutError where nothing comes for
+        `stall_ns`, or not all by the deadline."""
+        header = self._exactly(wire.HEADER_BYTES, deadline_ns, stall_ns)
         num_bytes, kind = wire.payload_bytes(header, max_bytes)
-        return wire.decode(kind, self._exactly(num_bytes, deadline_ns))
+        return wire.decode(kind, self._exactly(num_bytes, deadline_ns, stall_ns))
 
     def receive_into(self, target: memoryview, deadline_ns: int) -> int:
         """At least one byte, all of `target` where they come in time; returns how many."""
@@ -81,13 +82,13 @@ class Link:
         except BlockingIOError as error:
             raise TimeoutError("the other end takes nothing") from error
 
-    def _exactly(self, num_bytes: int, deadline_ns: int) -> bytearray:
+    def _exactly(self, num_bytes: int, deadline_ns: int, stall_ns: int | None) -> bytearray:
         data = bytearray(num_bytes)
         with memoryview(data) as view:
             done = 0
             while done < num_bytes:
                 with view[done:] as rest:
-                    done += self.receive_into(rest, deadline_ns)
+                    done += self.receive_into(rest, sooner(deadline_ns, stall_ns))
         return data
 
     def _allow(self, option: int, deadline_ns: int) -> None:

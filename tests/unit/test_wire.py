@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import ConfigurationError, EngineError, NoPublicationError, PeerLostError
+from fastdeploy_rl.errors import ConfigurationError, NoPublicationError, PeerLostError
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport import outgoing, wire
 from fastdeploy_rl.transport.address import Address, parse_address
@@ -106,8 +106,12 @@ def test_an_error_arrives_as_the_class_that_it_was() -> None:
     told = wire.failed(NoPublicationError("gone \udcff" + "x" * 10_000))
     with pytest.raises(NoPublicationError, match=r"^gone \?x+$"):
         wire.expected(decoded(wire.encode(told)), wire.Held)
-    with pytest.raises(EngineError, match="boo"):
-        wire.expected(wire.Failed("SystemExit", "boo"), wire.Held)
+
+
+@pytest.mark.parametrize("name", ["FencedError", "LifecycleError", "ConfigurationError", "SystemExit"])
+def test_what_the_other_end_says_of_its_own_engine_or_caller_is_untrue_here(name: str) -> None:
+    with pytest.raises(PeerLostError, match=f"the other end fails: {name}: boo"):
+        wire.expected(wire.Failed(name, "boo"), wire.Held)
 
 
 def test_an_answer_of_another_kind_is_refused() -> None:

@@ -1,7 +1,8 @@
 """Peer fan-out: a version's bytes out of other engines that hold it, and from the publisher what none of them has.
 
 Owns whom a rank asks, in which order, and who is not asked again. Refuses to know the wire. Invariant: a peer that
-refused or failed is asked for nothing more in that fetch, and what it had not sent is asked of the next one.
+refused or failed is asked for nothing more in that fetch, and what it had not sent is asked of the next one. However
+slow a peer is, half of the time is left when it is given up, where there is a publisher to ask.
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Protocol
 from fastdeploy_rl._native import Mapping, Region, transfer
 from fastdeploy_rl.errors import (
     AuthenticationError,
+    ConfigurationError,
     FastDeployRLError,
     NoPublicationError,
     PeerLostError,
@@ -26,12 +28,13 @@ from fastdeploy_rl.version import WeightVersion
 
 _logger = logging.getLogger(__name__)
 _PATIENCE_S = 3.0
-"""For an answer, while somebody else can be asked."""
+"""For an answer, while somebody else can be asked; a quarter of the time that is left where that is less."""
 _MAX_RANKS = 1024
 """Of one engine, however many it says it has."""
 _SCRATCH_BYTES = 64 << 20
 _PEERS, _PUBLISHER = "peers", "publisher"
-_FAILURES = (WorldError, TrainerError, AuthenticationError)
+_FAILURES = (WorldError, TrainerError, AuthenticationError, ConfigurationError)
+"""ConfigurationError: of a rank that an engine cannot have, behind the last port."""
 
 
 class PeerRank(Transport, Protocol):
@@ -171,7 +174,7 @@ class PeerFetch:
         self._refusing: set[PeerEngine] = set()
         self._current: Fetch | None = None
         self._failures: list[str] = []
-        self._origin = _PEERS
+        self._origin, self._until_ns = _PEERS, deadline_ns
         self._num_bytes = {_PEERS: 0, _PUBLISHER: 0}
 
     @property
@@ -219,6 +222,7 @@ class PeerFetch:
             cut = HeldBytes(holdings, self._offer.manifest.segments).cut(self._missing)
             if cut.held:
                 self._missing = cut.missing
+                self._until_ns = self._deadline_ns if self._publisher is None else _share(self._deadline_ns, 2)
                 yield from self._bring(peer, cut.held)
         except (*_FAILURES, ValueError) as error:
             self._note_failure(name, error)
@@ -241,7 +245,7 @@ class PeerFetch:
                 f"{num_bytes} bytes of version {self._offer.version} are held by no peer "
                 f"({'; '.join(self._failures) or 'all answered'}), and no publisher's address is configured"
             )
-        self._origin = _PUBLISHER
+        self._origin, self._until_ns = _PUBLISHER, self._deadline_ns
         pieces, self._missing = self._missing, []
         yield from self._bring(self._publisher, pieces)
 
@@ -284,7 +288,7 @@ class PeerFetch:
             yield range(first + start, first + stop)
 
     def _fetch(self, transport: Transport, ranges: Sequence[ByteRange], target: Mapping) -> Iterator[Sequence[int]]:
-        self._current = transport.fetch(self._offer, ranges, target, deadline_ns=self._deadline_ns)
+        self._current = transport.fetch(self._offer, ranges, target, deadline_ns=self._until_ns)
         try:
             yield from self._current.arrivals()
         finally:
@@ -346,4 +350,10 @@ def _scattering(scratch: Mapping, packed: ByteRange, target: Mapping, piece: Pie
 
 
 def _soon(deadline_ns: int) -> int:
-    return min(deadline_ns, time.monotonic_ns() + int(_PATIENCE_S * 1e9))
+    return min(_share(deadline_ns, 4), time.monotonic_ns() + int(_PATIENCE_S * 1e9))
+
+
+def _share(deadline_ns: int, parts: int) -> int:
+    """The end of a part of the time that is left: whoever stands still in it leaves the others the rest."""
+    now_ns = time.monotonic_ns()
+    return now_ns + (deadline_ns - now_ns) // parts

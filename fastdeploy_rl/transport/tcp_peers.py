@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError
+from fastdeploy_rl.errors import DeadlineExceededError, OverloadedError, PeerLostError
 from fastdeploy_rl.transport.address import Address, parse_address
 from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer
 from fastdeploy_rl.transport.connection import Connection
@@ -57,7 +57,7 @@ class TcpPeer:
             yield connection
         except TimeoutError as error:
             raise DeadlineExceededError.waiting_for(f"peer {self.address}", since_s=begun, hint=str(error)) from error
-        except OSError as error:
+        except (OSError, OverloadedError) as error:
             raise PeerLostError(f"peer {self.address}: {error}") from error
         finally:
             connection.close()

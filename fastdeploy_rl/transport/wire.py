@@ -25,7 +25,16 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.errors import FastDeployRLError, PeerLostError, from_wire, wire_text
+from fastdeploy_rl.errors import (
+    AuthenticationError,
+    FastDeployRLError,
+    OverloadedError,
+    PeerLostError,
+    TrainerError,
+    WorldError,
+    from_wire,
+    wire_text,
+)
 from fastdeploy_rl.plan.byte_range import ByteRange
 
 PROTOCOL: Final = 1
@@ -44,6 +53,9 @@ MAX_ROWS: Final = 1 << 16
 MAX_READ_BYTES: Final = 1 << 30
 _MAX_MESSAGE = 4000
 _LIMIT = 2**63
+_TOLD: Final = (TrainerError, WorldError, AuthenticationError, OverloadedError)
+"""What the other end may say of weights, its machine and us. Its caller and its engine are not ours: what it tells of
+them would be untrue here."""
 _HEADER = struct.Struct("!IB")
 HEADER_BYTES: Final = _HEADER.size
 
@@ -197,7 +209,8 @@ def expected(message: Message, *kinds: type[M]) -> M:
     if isinstance(message, kinds):
         return message
     if isinstance(message, Failed):
-        raise from_wire(message.error, message.message)
+        told = from_wire(message.error, message.message)
+        raise told if isinstance(told, _TOLD) else PeerLostError(f"the other end fails: {message.error}: {told}")
     names = " or ".join(kind.__name__ for kind in kinds)
     raise PeerLostError(f"the other end answers {type(message).__name__} where {names} was to come")
 

@@ -1,7 +1,7 @@
 """Peers over tcp: the common suite, whether they have everything, nothing, or are not there; what they alone have."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,10 @@ from transport_suite import EDGE, Connect, TransportSuite, assert_landed, fetche
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import AuthenticationError, ConfigurationError, NoPublicationError
+from fastdeploy_rl.errors import AuthenticationError, ConfigurationError, NoPublicationError, OverloadedError
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer, read_server_address
-from fastdeploy_rl.sources.held_versions import HeldVersions
+from fastdeploy_rl.sources.held_versions import HeldReader, HeldVersions
 from fastdeploy_rl.transport.base import ByteRange, Offer, Shelf
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
@@ -160,6 +160,21 @@ def test_memory_that_is_wanted_back_is_nobodys_when_withdraw_returns(scene: Scen
         peer = peers_at(server.address)[0].rank(0)
         with pytest.raises(NoPublicationError, match="not held here"):
             peer.holdings(scene.offer, deadline_ns=soon())
+
+
+class Busy(HeldVersions):
+    def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> HeldReader:
+        raise OverloadedError("come back later")
+
+
+def test_a_peer_that_has_as_many_clients_as_it_takes_is_left_out(scene: Scene) -> None:
+    ranges = whole(scene.offer)
+    target = target_for(ranges)
+    with TcpServer(Busy()) as busy:
+        transport = PeerTransport(TcpTransport(scene.server.address), peers_at(busy.address), 0)
+        fetched(transport.fetch(scene.offer, ranges, target, deadline_ns=soon()))
+        transport.close()
+    assert_landed(target, weights(1), scene.offer, ranges)
 
 
 def test_a_peer_with_another_secret_is_left_out(scene: Scene) -> None:

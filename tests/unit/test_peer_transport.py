@@ -12,6 +12,7 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import of_bytes
 from fastdeploy_rl.errors import (
     AuthenticationError,
+    ConfigurationError,
     DeadlineExceededError,
     FastDeployRLError,
     NoPublicationError,
@@ -46,6 +47,7 @@ class Server:
         error: FastDeployRLError | None = None,
         fails_after: int | None = None,
     ) -> None:
+        self.until_ns: list[int] = []
         self.held = held
         self.step = step
         self.error = error
@@ -78,6 +80,7 @@ class Server:
 
     def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "Sending":
         self._answer()
+        self.until_ns.append(deadline_ns)
         self.num_fetches += 1
         return Sending(self, ranges, target)
 
@@ -215,11 +218,36 @@ def test_an_engine_that_has_not_the_version_is_asked_once() -> None:
     assert publisher.asked_bytes == 64
 
 
-@pytest.mark.parametrize("error", [NOBODY, NoPublicationError("not held"), PeerLostError("no frame of ours")])
+REFUSALS = [
+    NOBODY,
+    NoPublicationError("not held"),
+    PeerLostError("no frame of ours"),
+    ConfigurationError("no port has that number"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS)
 def test_a_peer_that_refuses_is_not_asked_again_in_this_fetch(error: FastDeployRLError) -> None:
     publisher, refusing = Server(), Server(error=error)
     bring(PeerTransport(publisher, [engine(refusing)], 0), WANTED)
     assert (refusing.num_fetches, publisher.asked_bytes) == (0, 64)
+
+
+def test_no_peer_may_take_more_than_half_of_the_time_that_is_left() -> None:
+    """One that gives a byte a second is no reason to miss the deadline."""
+    publisher, slow, other = Server(), Server(rows(0)), Server(rows(512))
+    deadline_ns = soon()
+    fetch = PeerTransport(publisher, [engine(slow), engine(other)], 0).fetch(
+        offer_of(1), WANTED, Mapping.private(4096), deadline_ns=deadline_ns
+    )
+    begun_ns = time.monotonic_ns()
+    assert sum(len(batch) for batch in fetch.arrivals()) == len(WANTED)
+    fetch.close()
+    for peer in (slow, other):
+        assert all(2 * until_ns <= deadline_ns + time.monotonic_ns() for until_ns in peer.until_ns)
+        assert all(until_ns > begun_ns for until_ns in peer.until_ns)
+    assert publisher.until_ns == [deadline_ns]
+    assert len(slow.until_ns) == len(other.until_ns) == 1
 
 
 def test_a_peer_that_names_bytes_beyond_the_segments_is_left_out() -> None:

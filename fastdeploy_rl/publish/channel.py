@@ -20,11 +20,9 @@ Owns the files and their atomicity. Refuses to know tensors and arenas. Invarian
 does not exist; a reader sees the old one or the new one, never half.
 """
 
-import errno
 import hashlib
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
@@ -37,13 +35,13 @@ from fastdeploy_rl.errors import (
     DeadlineExceededError,
     ManifestError,
     NoPublicationError,
-    NoSpaceError,
     SegmentError,
     VersionFormatError,
 )
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.memory.regular_file import read_regular
+from fastdeploy_rl.publish.durable_files import storing, sync_directory, write_whole
 from fastdeploy_rl.version import WeightVersion
 
 _MAX_LATEST_BYTES = 4096
@@ -250,7 +248,7 @@ class Channel:
     def remove_latest(self) -> None:
         """Takes the publication back: `LATEST` first, then the manifests, of former versions too."""
         self.remove_file("LATEST")
-        self._sync_directory()
+        sync_directory(self.path)
         self._remove(_is_manifest)
 
     def remove_leftovers_of(self, publisher: int) -> None:
@@ -281,36 +279,9 @@ class Channel:
     def replace(self, name: str, data: bytes) -> None:
         """Writes a file, whole or not at all. NoSpaceError where there is no room for it, SegmentError where it cannot
         be for another reason."""
-        try:
-            self._replace(name, data)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise SegmentError(f"{self.path / name} cannot be written: {error.strerror}") from error
-            raise NoSpaceError(
-                f"{self.path / name} needs {len(data)} bytes: {error.strerror}; "
-                "remove leftovers (fastdeploy-rl doctor --clean) or put the channel elsewhere"
-            ) from error
-
-    def _replace(self, name: str, data: bytes) -> None:
-        temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with open(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, self.path / name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._sync_directory()
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        path = self.path / name
+        with storing(path, "remove leftovers (fastdeploy-rl doctor --clean) or put the channel elsewhere"):
+            write_whole(path, [data])
 
 
 def order_of(file: str) -> tuple[int, int]:

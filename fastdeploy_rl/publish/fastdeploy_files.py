@@ -9,9 +9,6 @@ model directory `.pdparams` are safetensors files in spite of their name; only i
 `paddle.save` writes.
 """
 
-import errno
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -19,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastdeploy_rl.errors import ConfigurationError, NoSpaceError, SegmentError
+from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
 from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
+from fastdeploy_rl.publish.durable_files import storing, write_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -111,29 +109,7 @@ def _borrowed(tensors: Mapping[str, Any]) -> dict[str, HostTensor]:
 
 
 def _write(path: Path, pieces: "Iterable[Buffer]") -> Path:
-    """A whole file or none; on the disk when this returns."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        _sync(path.parent)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SegmentError
-        raise kind(f"{path} cannot be written: {error.strerror}") from error
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    """Readable by everybody: FastDeploy need not run as its trainer does."""
+    with storing(path, "make room there"):
+        write_whole(path, pieces, 0o644)
     return path
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

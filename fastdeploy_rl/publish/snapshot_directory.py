@@ -19,15 +19,14 @@ it knows nothing of a shard that was lost later. No time stamps are looked at. W
 machines share, where flock reaches across them: one writer, many readers.
 """
 
-import errno
 import logging
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -35,10 +34,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.errors import ManifestError, NoSpaceError, SegmentError, VersionFormatError
+from fastdeploy_rl.errors import ManifestError, VersionFormatError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.publish.channel import Channel, Latest
+from fastdeploy_rl.publish.durable_files import storing, sync_directory
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class SnapshotDirectory:
     def begin(self) -> Path:
         """An empty directory for the shards of a version; ends as `finish` or `discard` say."""
         path = self.path / f".tmp-{secrets.token_hex(6)}"
-        with storing(path):
+        with storing_snapshot(path):
             path.mkdir(mode=0o700)
         return path
 
@@ -161,7 +161,7 @@ class SnapshotDirectory:
         latest = Channel(temporary).write_manifest(manifest)
         name = f"{manifest.version}-{latest.file_digest[:16]}"
         version, path = manifest.weight_version, self.path / name
-        with storing(path):
+        with storing_snapshot(path):
             # Of this version there can only be one that is not whole: a writer refuses to write a whole one again.
             self._remove(entry.name for entry in self.entries() if entry.version == version)
             os.rename(temporary, path)
@@ -190,7 +190,7 @@ class SnapshotDirectory:
         """Out of sight at once; then away, as far as that is possible now."""
         for name in list(names):
             aside = self.path / f".old-{secrets.token_hex(6)}"
-            with storing(aside):
+            with storing_snapshot(aside):
                 os.rename(self.path / name, aside)
             self._delete(aside)
 
@@ -230,26 +230,6 @@ def _check_shard(path: Path, segment: manifests.Segment) -> None:
         raise ManifestError(f"{path} has {status.st_size} bytes, its manifest says {segment.num_bytes}")
 
 
-def sync_directory(path: Path) -> None:
-    """Returns when the names in it are on the disk. OSError as fsync gives it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_FULL: Collection[int] = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storing_snapshot(path: Path) -> AbstractContextManager[None]:
     """What the system says inside becomes NoSpaceError or SegmentError, naming `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise NoSpaceError(
-                f"{path} cannot be written: {error.strerror}; make room, or keep fewer snapshots (keep=N)"
-            ) from error
-        raise SegmentError(f"{path} cannot be written: {error.strerror}") from error
+    return storing(path, "make room, or keep fewer snapshots (keep=N)")

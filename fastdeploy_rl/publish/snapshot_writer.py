@@ -35,7 +35,8 @@ from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.channel_reader import ChannelReader, LeasedSegments
 from fastdeploy_rl.publish.copying import OnProgress
-from fastdeploy_rl.publish.snapshot_directory import Snapshot, SnapshotDirectory, storing, sync_directory
+from fastdeploy_rl.publish.durable_files import sync_directory
+from fastdeploy_rl.publish.snapshot_directory import Snapshot, SnapshotDirectory, storing_snapshot
 from fastdeploy_rl.publish.snapshot_layout import Entry, Shard, lay_out, snapshot_manifest
 
 _log = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ def _write_shards(directory: Path, shards: Sequence[Shard], job: _Job, check_wan
             _write_all(descriptor, shard.header)
             stream.write(descriptor, shard.entries)
     stream.check_sums()
-    with storing(directory):
+    with storing_snapshot(directory):
         sync_directory(directory)
 
 
@@ -369,7 +370,7 @@ class _Stream:
 @contextmanager
 def _new_file(path: Path) -> Iterator[int]:
     """A descriptor to write to; what was written is on the disk in the end."""
-    with storing(path):
+    with storing_snapshot(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             yield descriptor

@@ -518,7 +518,7 @@ def test_no_room_for_the_manifest_is_no_room_in_words(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(NoSpaceError, match=r"manifest-1\.2-\w+\.json needs \d+ bytes: No space left on device"):
+        with pytest.raises(NoSpaceError, match=r"manifest-1\.2-\w+\.json cannot be written: No space left on device"):
             publisher.publish(weights(2), step=2)
     assert (_latest(channel), sorted(os.listdir(channel))) == before
     publisher.publish(weights(2), step=2)

@@ -195,17 +195,18 @@ class SnapshotWriter:
         while job is not None:
             failure: BaseException | None = None
             try:
-                self._write(job)
+                with ExitStack() as stack:
+                    stack.callback(job.end)
+                    self._write(job)
             except _GivenUpError:
                 _log.warning("snapshot=%s event=given_up reason=%s", job.version, "the writer was closed")
             except BaseException as error:  # whatever it is, `wait` raises it
                 _log.error("snapshot=%s event=failed reason=%s", job.version, error)
                 failure = error
-            job = self._next(job, failure)
+            job = self._next(failure)
 
-    def _next(self, job: "_Job", failure: BaseException | None) -> "_Job | None":
+    def _next(self, failure: BaseException | None) -> "_Job | None":
         with self._changed:
-            job.end()
             self._failure = self._failure or failure
             self._running, self._pending = self._pending, None
             self._changed.notify_all()

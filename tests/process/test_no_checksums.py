@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_rl.config import COPY, Deadlines
 from fastdeploy_rl.engines.numpy.runner import random_weights
-from fastdeploy_rl.errors import ConfigurationError, CoverageError, NotServingError
+from fastdeploy_rl.errors import ConfigurationError, CoverageError, NotServingError, StepFailedError
 from fastdeploy_rl.manager import ManagerConfig
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
@@ -66,11 +66,13 @@ def test_one_rank_that_refuses_brings_all_back(tmp_path: Path):
     with rig(tmp_path) as (engine, publisher, client):
         publish(publisher, random_weights(MODEL, 1), 1)
         client.update()
-        engine.ask(1, "refuse bind")
+        assert engine.ask(1, "refuse one bind") == "refusing"
         publish(publisher, random_weights(MODEL, 2), 2)
-        with pytest.raises(Exception, match="told to refuse"):
+        with pytest.raises(StepFailedError, match="told to refuse"):
             client.update()
-        engine.ask(1, "mend bind")
+        assert engine.holds(random_weights(MODEL, 1))
+        assert client.status().version == "1.1"
+        assert None not in engine.tokens()
         client.update()
         assert engine.holds(random_weights(MODEL, 2))
 

@@ -228,7 +228,7 @@ def test_bytes_that_are_not_what_was_published_never_become_a_snapshot(channel: 
     assert json.loads((channel / "snapshots/LATEST").read_text())["version"] == "1.1"
 
 
-def test_what_went_wrong_is_raised_by_close_where_nobody_waited(channel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_is_raised_by_close_where_nobody_waited(channel: Path) -> None:
     with WeightPublisher(channel) as publisher:
         snapshots = SnapshotWriter(channel)
         snapshots.start()

@@ -157,6 +157,9 @@ class Worker:
         if question == "refuse bind":
             self.runner.bind = _refuse_to_bind  # type: ignore[method-assign]
             return "refusing"
+        if question == "refuse one bind":
+            self.runner.bind = self._refuse_one_bind  # type: ignore[method-assign]
+            return "refusing"
         if question == "mend bind":
             del self.runner.bind
             return "mended"
@@ -175,6 +178,10 @@ class Worker:
             view = self.runner.bound()[question.removeprefix("address ")]
             return view.mapping.address + view.offset
         return {"error": f"unknown question {question!r}"}
+
+    def _refuse_one_bind(self, views: Mapping[str, TensorView]) -> None:
+        del self.runner.bind
+        _refuse_to_bind(views)
 
     def close(self) -> None:
         self._manager.close()

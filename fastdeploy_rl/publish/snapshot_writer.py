@@ -30,7 +30,7 @@ from fastdeploy_rl.errors import (
     VersionRegressError,
 )
 from fastdeploy_rl.manifest import Manifest
-from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
+from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
 from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.channel_reader import ChannelReader, LeasedSegments
@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
 """Copied, summed up and written at once; it stays in the caches of most machines in between."""
-_LET_GO_S = 60.0
-"""Until the thread has given up: what keeps it is a disk that has to write what it was given."""
 
 
 class Publication(Protocol):
@@ -92,14 +90,17 @@ class SnapshotWriter:
 
     def start(self) -> None:
         """Takes the directory, and removes what a writer left that died. ChannelBusyError, with its pid, where another
-        is alive."""
+        is alive; NoSpaceError or SegmentError where nothing can be written."""
         if self._lock.is_held:
             raise LifecycleError(f"snapshot writer of {self.directory.path} is already started")
         self.directory.open()
         with ExitStack() as undo:
             try:
-                self._lock.acquire()
+                with storing_snapshot(self.directory.lock_path):
+                    self._lock.acquire()
             except SegmentError as error:
+                if not is_alive(self.directory.lock_path):
+                    raise
                 owner = owner_of(self.directory.lock_path) or "unknown"
                 raise ChannelBusyError(f"{self.directory.path} has a live snapshot writer ({owner})") from error
             undo.callback(self._lock.release)
@@ -123,7 +124,7 @@ class SnapshotWriter:
                 return
             self._pend(_Job.lease(self.channel, manifest, on_progress))
 
-    def wait(self, deadline_s: float = 600.0) -> Snapshot | None:
+    def wait(self, deadline_s: float = config.Deadlines.snapshot_s) -> Snapshot | None:
         """Returns `latest` when all that was given is written or given up. Raises what went wrong since the last call,
         once: NoSpaceError, SegmentError, ChecksumMismatchError; DeadlineExceededError names what is still written."""
         began = time.monotonic()
@@ -136,7 +137,7 @@ class SnapshotWriter:
                 raise failure
             return self.latest
 
-    def close(self, deadline_s: float = 600.0) -> None:
+    def close(self, deadline_s: float = config.Deadlines.snapshot_s) -> None:
         """Waits as `wait` does, and gives the directory up whatever came of it; what is not written then never will be.
         A second close does nothing."""
         if not self._lock.is_held:
@@ -220,11 +221,11 @@ class SnapshotWriter:
                 _log.warning("snapshot=%s event=given_up reason=%s", pending.version, "the writer was closed")
                 pending.end()
         if self._thread is not None:
-            self._thread.join(_LET_GO_S)
+            self._thread.join(config.Deadlines.give_up_s)
             if self._thread.is_alive():
                 raise DeadlineExceededError(
                     f"{self.directory.path} still writes version {self._running.version if self._running else ''} "
-                    f"{_LET_GO_S:g} s after it was told to give up; its lock stays until it does"
+                    f"{config.Deadlines.give_up_s:g} s after it was told to give up; its lock stays until it does"
                 )
         self._thread = None
         self._lock.release()
@@ -292,9 +293,9 @@ def _write_shards(directory: Path, shards: Sequence[Shard], job: _Job, check_wan
     """Every shard, on the disk, and only bytes that are what the manifest says: ChecksumMismatchError otherwise."""
     stream = _Stream(job, check_wanted)
     for shard in shards:
-        with _new_file(directory / shard.file) as descriptor:
-            _write_all(descriptor, shard.header)
-            stream.write(descriptor, shard.entries)
+        with _new_file(directory / shard.file) as file:
+            file.write(shard.header)
+            stream.write(file, shard.entries)
     stream.check_sums()
     with storing_snapshot(directory):
         sync_directory(directory)
@@ -312,25 +313,25 @@ class _Stream:
         self._chunk = Mapping.private(_CHUNK_BYTES)
         self._sums = {tensor.name: ZERO for tensor in job.manifest.tensors}
 
-    def write(self, descriptor: int, entries: Sequence[Entry]) -> None:
+    def write(self, file: "_NewFile", entries: Sequence[Entry]) -> None:
         """All bytes of the entries, one after the other."""
         batch: list[tuple[Entry, PartRows]] = []
         filled = 0
         for entry in entries:
             for rows in pieces_of(entry.tensor, entry.source, _CHUNK_BYTES):
                 if filled + rows.num_bytes > _CHUNK_BYTES:
-                    self._flush(descriptor, batch, filled)
+                    self._flush(file, batch, filled)
                     batch, filled = [], 0
                 batch.append((entry, rows))
                 filled += rows.num_bytes
-        self._flush(descriptor, batch, filled)
+        self._flush(file, batch, filled)
 
-    def _flush(self, descriptor: int, batch: Sequence[tuple[Entry, PartRows]], num_bytes: int) -> None:
+    def _flush(self, file: "_NewFile", batch: Sequence[tuple[Entry, PartRows]], num_bytes: int) -> None:
         self._check_wanted()
         for (entry, _), sums in zip(batch, self._copy(batch), strict=True):
             self._sums[entry.tensor.name] = add(self._sums[entry.tensor.name], sums)
         with memoryview(self._chunk) as view:
-            _write_all(descriptor, view[:num_bytes])
+            file.write(view[:num_bytes])
         self._done += num_bytes
         if self._job.on_progress is not None:
             self._job.on_progress(self._done, self._total)
@@ -368,19 +369,28 @@ class _Stream:
             )
 
 
+class _NewFile(NamedTuple):
+    """A file that is being written: what the system says against that names it, and nothing else does, as the error of
+    an `on_progress`."""
+
+    path: Path
+    descriptor: int
+
+    def write(self, data: "bytes | memoryview") -> None:
+        left = memoryview(data)
+        with storing_snapshot(self.path):
+            while left:
+                left = left[os.write(self.descriptor, left) :]
+
+
 @contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    """A descriptor to write to; what was written is on the disk in the end."""
+def _new_file(path: Path) -> Iterator[_NewFile]:
+    """What was written to it is on the disk in the end."""
     with storing_snapshot(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            yield descriptor
+    try:
+        yield _NewFile(path, descriptor)
+        with storing_snapshot(path):
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _write_all(descriptor: int, data: "bytes | memoryview") -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    finally:
+        os.close(descriptor)

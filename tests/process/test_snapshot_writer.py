@@ -30,6 +30,7 @@ from fastdeploy_rl.errors import (
     LifecycleError,
     NoPublicationError,
     NoSpaceError,
+    SegmentError,
     VersionRegressError,
 )
 from fastdeploy_rl.manifest import Manifest
@@ -327,6 +328,28 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_the_callers_own_code_raises_is_not_blamed_on_the_disk(channel: Path) -> None:
+    def report(done: int, total: int) -> None:
+        raise BrokenPipeError(32, "nobody reads the progress bar")
+
+    with WeightPublisher(channel) as publisher, SnapshotWriter(channel) as snapshots:
+        snapshots.write(publisher.publish(weights(1), step=1), on_progress=report)
+        with pytest.raises(BrokenPipeError, match="progress bar"):
+            snapshots.wait(DEADLINE_S)
+        assert names_in(channel) == ["LOCK"]
+        snapshots.write(publisher.publish(weights(2), step=2, deadline_s=5))
+    assert on_disk(channel) == {"1.2": bytes_of(2)}
+
+
+def test_what_is_no_lock_is_no_live_writer(channel: Path) -> None:
+    (channel / "snapshots").mkdir(mode=0o700, parents=True)
+    channel.chmod(0o700)
+    os.mkfifo(channel / "snapshots/LOCK")
+    with pytest.raises(SegmentError, match="LOCK is no lock file"):
+        SnapshotWriter(channel).start()
+    assert names_in(channel) == ["LOCK"]
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_there() -> None:

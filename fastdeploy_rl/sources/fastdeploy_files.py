@@ -23,6 +23,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,11 +89,16 @@ def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
 def _list(directory: Path) -> list[_Named]:
     try:
         with os.scandir(directory) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
+            names = [entry.name for entry in islice(entries, _MAX_ENTRIES + 1)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigurationError(f"{directory} cannot be read: {error.strerror}") from error
+    if len(names) > _MAX_ENTRIES:
+        raise ConfigurationError(
+            f"{directory} has more than {_MAX_ENTRIES} entries: which of them are weights is not looked for; give the "
+            "weights a directory of their own"
+        )
     parsed = [_parsed(name) for name in sorted(names)]
     return [each for each in parsed if each is not None]
 

@@ -54,19 +54,20 @@ def wanted_version(model_dir: Path | None) -> WantedVersion | None:
 
 
 def _in_yaml(text: str) -> str:
-    """The value of `step`, else that of `version`, at the outermost level; "" where there is neither."""
+    """The value of `step`, else that of `version`, at the outermost level; "" where there is neither. Of a key that is
+    there twice the last one counts, as for the YAML reader that FastDeploy uses."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         value = match and _VALUE.fullmatch(match[2] or "")
         if match and value:
-            found.setdefault(match[1], next((group for group in value.groups() if group is not None), ""))
+            found[match[1]] = next((group for group in value.groups() if group is not None), "")
     return found.get("step") or found.get("version") or ""
 
 
 def _read(path: Path) -> str | None:
     try:
-        return read_regular(path, _MAX_BYTES).decode("utf-8", "replace")
+        return read_regular(path, _MAX_BYTES).decode("utf-8-sig", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

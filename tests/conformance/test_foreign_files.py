@@ -1,6 +1,7 @@
 """Files that no SnapshotWriter wrote, as versions: the common suite over FastDeploy's, and what each format has."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,7 +38,7 @@ from fastdeploy_rl.publish.fastdeploy_files import (
     write_saved_model_state,
     write_version,
 )
-from fastdeploy_rl.sources import foreign_files, registry
+from fastdeploy_rl.sources import fastdeploy_files, foreign_files, registry
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.described import DescribedFiles
 from fastdeploy_rl.transport.base import Offer
@@ -269,6 +270,17 @@ def test_a_file_that_is_named_almost_like_a_part_is_left_alone_and_said(
     assert {record.getMessage() for record in caplog.records if "ignored" in record.getMessage()} == {
         "event=ignored file='model_state.tp0.0.partx.pdparams' reason='not the name of a part of a snapshot'"
     }
+
+
+def test_a_directory_of_which_not_all_is_looked_at_has_no_version(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not seen might be a part, or a kind of file that comes first."""
+    write_ranks(places, in_parts)
+    monkeypatch.setattr(fastdeploy_files, "_MAX_ENTRIES", len(os.listdir(places.model)))
+    assert_taken(places)
+    (places.model / "log").write_bytes(b"")
+    assert_refused(places, ConfigurationError, r"has more than \d+ entries")
 
 
 def test_a_last_part_that_one_rank_lacks_shows_in_what_it_has(places: Places) -> None:

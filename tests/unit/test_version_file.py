@@ -29,7 +29,8 @@ def test_without_a_directory_or_a_file_nothing_is_asked_for(tmp_path: Path) -> N
         ("step: '7'\r\nversion: 8\r\n", 7),
         ("---\nstep: 7 # plain\n...\n", 7),
         ("inner:\n  step: 9\nstep: 7\n", 7),
-        ("step: 7\nstep: 9\n", 7),
+        ("step: 9\nstep: 7\n", 7),
+        ("\ufeffstep: 7\nversion: 8\n", 7),
         ("step: 0", 0),
     ],
 )

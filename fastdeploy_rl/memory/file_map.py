@@ -1,4 +1,4 @@
-"""Memory-mapped safetensors files: the header read strictly, the bytes reachable without a copy.
+"""Memory-mapped safetensors files: the header read strictly, or written, the bytes reachable without a copy.
 
 Owns the file format (8 bytes header length, JSON header, data;
 https://github.com/huggingface/safetensors) and its bounds. Knows nothing of models. Invariant:
@@ -7,12 +7,12 @@ a `StoredTensor` that was handed out lies inside the file, and tensors do not ov
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,7 @@ MAX_COMMAS = 6_000_000
 """More than a header within the other bounds has, and few enough to be read in a moment."""
 MAX_DIMENSIONS = 8
 
+_LENGTH_BYTES = 8
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -41,6 +42,28 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor that is to be written: its dtype as in safetensors, its shape, and the bytes of that."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    num_bytes: int
+
+
+def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
+    """What a file begins with in which these tensors follow one another in that order: its length word, the header, and
+    blanks, so that the first of them lies at a multiple of `alignment`."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape, num_bytes in entries:
+        begin, end = end, end + num_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = msgspec.json.encode(header)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 class FileMap:
@@ -86,15 +109,15 @@ class FileMap:
 
 def _read_header(path: Path, descriptor: int, file_bytes: int) -> dict[str, StoredTensor]:
     """Read, not mapped: a file that somebody cuts meanwhile is then an error and not the end of this process."""
-    if file_bytes < 8:
-        raise CheckpointError(f"{path}: truncated: {file_bytes} bytes, a safetensors file has at least 8")
-    header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    start = 8 + header_bytes
+    if file_bytes < _LENGTH_BYTES:
+        raise CheckpointError(f"{path}: truncated: {file_bytes} bytes, a safetensors file has at least {_LENGTH_BYTES}")
+    header_bytes = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    start = _LENGTH_BYTES + header_bytes
     if header_bytes > MAX_HEADER_BYTES or start > file_bytes:
         raise CheckpointError(
             f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {file_bytes}"
         )
-    header = _decoded(path, os.pread(descriptor, header_bytes, 8))
+    header = _decoded(path, os.pread(descriptor, header_bytes, _LENGTH_BYTES))
     tensors = {name: _read_entry(path, name, entry, start, file_bytes) for name, entry in header.items()}
     _refuse_overlap(path, tensors.values())
     return tensors

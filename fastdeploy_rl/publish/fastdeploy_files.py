@@ -14,17 +14,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.memory.file_map import HeaderEntry, encode_header
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
 from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
 from fastdeploy_rl.publish.durable_files import storing, write_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-_HEADER_ALIGNMENT = 8
 
 
 def part_name(rank: int, gpu: str | int, part: int) -> str:
@@ -92,15 +89,8 @@ def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[
 
 
 def _safetensors(tensors: Mapping[str, HostTensor]) -> "Iterator[Buffer]":
-    """https://github.com/huggingface/safetensors: 8 bytes length, a JSON header, then the bytes."""
-    ends = list(accumulate(tensor.key.num_bytes for tensor in tensors.values()))
-    header = {
-        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end - tensor.key.num_bytes, end)}
-        for (name, tensor), end in zip(tensors.items(), ends, strict=True)
-    }
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    yield len(text).to_bytes(8, "little") + text
+    entries = [HeaderEntry(name, each.dtype, each.shape, each.key.num_bytes) for name, each in tensors.items()]
+    yield encode_header(entries, {})
     yield from (tensor.buffer for tensor in tensors.values())
 
 

@@ -76,6 +76,8 @@ class SnapshotDirectory:
     def __init__(self, channel: str | Path) -> None:
         self.path = Path(channel) / "snapshots"
         self._files = Channel(self.path)
+        # The same few files are read again and again; their bytes are compared each time.
+        self._decode = lru_cache(maxsize=4)(manifests.decode)
 
     @property
     def lock_path(self) -> Path:
@@ -137,7 +139,7 @@ class SnapshotDirectory:
         digest = manifests.file_digest(data)
         if not entry.name.endswith(f"-{digest[:16]}"):
             raise ManifestError(f"{directory.path / file} is not what was written: its sha256 is {digest}")
-        manifest = _decoded(data)
+        manifest = self._decode(data)
         if manifest.weight_version != entry.version:
             raise ManifestError(f"{directory.path / file} is version {manifest.version}, but its name says another")
         return manifest
@@ -207,12 +209,6 @@ def _entry(name: str) -> Entry | None:
         return Entry(WeightVersion.parse(match[1]), name) if match else None
     except VersionFormatError:
         return None  # leading zeros, or numbers beyond all versions: no writer's
-
-
-@lru_cache(maxsize=4)
-def _decoded(data: bytes) -> Manifest:
-    """The same few files are read again and again, and their bytes are compared each time."""
-    return manifests.decode(data)
 
 
 def _check_shard(path: Path, segment: manifests.Segment) -> None:

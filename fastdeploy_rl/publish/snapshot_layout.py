@@ -1,7 +1,7 @@
 """Where each part of a published version goes in the shard files of its snapshot: safetensors, as the reference
 implementation reads them.
 
-Owns the cut into shards, the order inside one, header bytes, and the snapshot's manifest. Pure arithmetic over a
+Owns the cut into shards, the order inside one, and the snapshot's manifest. Pure arithmetic over a
 manifest: refuses to know files and memory. Invariant: every part of the manifest has one entry in one shard; entries
 follow each other without a gap (the reference demands it), the first of them at a multiple of 512, each aligned to the
 largest power of two up to 512 that divides its size, which is a multiple of its element's size; only segments and
@@ -14,9 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from fastdeploy_rl.errors import ManifestError
-from fastdeploy_rl.manifest import ALIGNMENT, Manifest, Part, Segment, Tensor, aligned, build_manifest
-
-_LENGTH_BYTES = 8
+from fastdeploy_rl.manifest import ALIGNMENT, Manifest, Part, Segment, Tensor, build_manifest
+from fastdeploy_rl.memory.file_map import HeaderEntry, encode_header
 
 
 class Entry(NamedTuple):
@@ -39,8 +38,8 @@ class Shard(NamedTuple):
 
 
 def lay_out(manifest: Manifest, shard_bytes: int) -> tuple[Shard, ...]:
-    """`shard_bytes`: no shard has more bytes of tensors, but one for a single larger part. Parts stay in the order in
-    which they lie in memory: what every rank needs, then rank 0's, and so on."""
+    """`shard_bytes`: no shard has more bytes of tensors, but one for a single larger part. Shards follow the order in
+    which parts lie in memory: what every rank needs, then rank 0's, and so on; in one, the best aligned come first."""
     shards = list(_cut(_named(_in_memory_order(manifest)), shard_bytes))
     return tuple(_shard(entries, number, len(shards)) for number, entries in enumerate(shards, 1))
 
@@ -112,15 +111,8 @@ def _own_alignment(num_bytes: int) -> int:
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    described: dict[str, object] = {"__metadata__": {"writer": "fastdeploy_rl"}}
-    end = 0
-    for entry in entries:
-        stop = end + entry.num_bytes
-        described[entry.name] = {"dtype": entry.tensor.dtype, "shape": _shape(entry), "data_offsets": [end, stop]}
-        end = stop
-    text = msgspec.json.encode(described)
-    padded = text.ljust(aligned(_LENGTH_BYTES + len(text)) - _LENGTH_BYTES)
-    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
+    described = [HeaderEntry(each.name, each.tensor.dtype, _shape(each), each.num_bytes) for each in entries]
+    return encode_header(described, {"writer": "fastdeploy_rl"}, ALIGNMENT)
 
 
 def _shape(entry: Entry) -> list[int]:

@@ -33,7 +33,7 @@ from fastdeploy_rl.engines.embedded.model_config import (
 )
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.manifest import aligned
-from fastdeploy_rl.memory.file_map import FileMap
+from fastdeploy_rl.memory.file_map import FileMap, HeaderEntry, encode_header
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 _log = logging.getLogger(__name__)
@@ -161,16 +161,10 @@ def save_checkpoint(directory: Path, config: Mapping[str, object], tensors: Mapp
         name: value.T if value.ndim == 2 and name not in (EMBEDDING, HEAD) else value
         for name, value in sorted(tensors.items())
     }
-    ends = list(accumulate(value.nbytes for value in stored.values()))
-    header = {
-        name: {"dtype": "F32", "shape": value.shape, "data_offsets": (end - value.nbytes, end)}
-        for (name, value), end in zip(stored.items(), ends, strict=True)
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    entries = [HeaderEntry(name, "F32", value.shape, value.nbytes) for name, value in stored.items()]
     unfinished = directory / f".{WEIGHTS_FILE}.{os.getpid()}"
     with unfinished.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(encode_header(entries, {"format": "pt"}))
         for value in stored.values():
             file.write(np.ascontiguousarray(value, dtype="<f4").data)
     unfinished.rename(directory / WEIGHTS_FILE)

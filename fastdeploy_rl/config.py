@@ -109,6 +109,10 @@ class Deadlines:
     """Until a publication that is just being replaced can be read."""
     publish_s: float = 30.0
     """A publication, or the release of one, for which nobody named a deadline."""
+    snapshot_s: float = 3600.0
+    """A snapshot that is being written, for which nobody named a deadline: a large model, and a disk for many."""
+    give_up_s: float = 60.0
+    """Until a snapshot's writer that was told to give up has done so: its disk still writes what it was given."""
     decide_s: float = 5.0
     """After a publication's deadline: until whoever is deciding about it has written the decision down."""
     lock_s: float = 0.2

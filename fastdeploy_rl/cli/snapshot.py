@@ -19,6 +19,7 @@ from fastdeploy_rl.cli.options import (
     print_line,
 )
 from fastdeploy_rl.cli.progress import SlowProgress
+from fastdeploy_rl.config import Deadlines
 
 if TYPE_CHECKING:
     from fastdeploy_rl.manifest import Manifest
@@ -30,7 +31,6 @@ _EXAMPLES = """\
   fastdeploy-rl snapshot --follow --keep 5     # every version from now on, until Ctrl-C
   fastdeploy-rl snapshot --to /mnt/weights     # engines elsewhere: serve --ipc-dir /mnt/weights
   fastdeploy-rl snapshot --list"""
-_DEADLINE_S = 3600.0
 _LOOK_EVERY_S = 0.2
 """While following: between two looks at what is published."""
 
@@ -56,7 +56,7 @@ def add_parser(verbs: Verbs) -> None:
     what.add_argument(
         "--list", action="store_true", help="show the versions that are there, and what is wrong with any"
     )
-    add_deadline(parser, _DEADLINE_S)
+    add_deadline(parser, Deadlines.snapshot_s)
     add_json(parser)
     parser.set_defaults(run=run)
 

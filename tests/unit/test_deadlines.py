@@ -44,6 +44,7 @@ NEVER_WAITS = "only looks: it answers at once"
 ENDED = "of a task or future that has ended"
 OWNER_LOCK = "an OwnerLock gives up after Deadlines.lock_s"
 SOCKET_TIME = "the kernel keeps its time: SO_SNDTIMEO or SO_RCVTIMEO, set just before"
+AWAITED_IN_TIME = "held briefly; whoever waits for its news does so with a deadline"
 LIFE = "a watch that lasts as long as what it watches: the wait is what this process is for"
 SPOKEN = {
     ("board/board.py", "lock.acquire()"): OWNER_LOCK,
@@ -51,7 +52,21 @@ SPOKEN = {
     ("board/rendezvous.py", "threading.Lock()"): HELD_BRIEFLY,
     ("board/store_rendezvous.py", "threading.Lock()"): HELD_BRIEFLY,
     ("board/store_rendezvous.py", "time.sleep(min(POLL_S, remaining_s))"): IN_A_LOOP,
+    ("cli/snapshot.py", "time.sleep(_LOOK_EVERY_S)"): "--follow: as long as its user lets it",
+    ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
+    ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,
     ("sources/checkpoint_transfer.py", "threading.Lock()"): "held for a few statements, or waited for with a time",
+    (
+        "sources/described.py",
+        "threading.Lock()",
+    ): "held while files are read, to that reader's deadline at most",
+    ("sources/fetching.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("sources/held_versions.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("sources/ipc_snapshot.py", "threading.Lock()"): "held while a directory is looked at, never while bytes are read",
+    ("testing/fake_mooncake.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("testing/fake_mooncake.py", "network.wait()"): "as long as a test says, as the library's calls do",
+    ("testing/fake_mooncake.py", "self._passes.wait()"): "as long as a test says, as the library's calls do",
+    ("testing/fake_mooncake.py", "self._thread.join()"): "it looks every millisecond whether it is to end",
     ("transport/checkpoint_transfer.py", "self._thread.join()"): "it has said its last word",
     ("transport/checkpoint_transfer.py", "threading.Lock()"): "held while one tensor is copied, never across a wait",
     ("cli/chat.py", "input('> ')"): "a person at a terminal has all the time there is",
@@ -99,10 +114,17 @@ SPOKEN = {
     ("transport/link.py", "self._socket.connect(place)"): SOCKET_TIME,
     ("transport/link.py", "self._socket.recv_into(target, len(target), socket.MSG_WAITALL)"): SOCKET_TIME,
     ("transport/link.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("transport/files.py", "future.exception()"): ENDED,
+    ("transport/files.py", "future.result()"): ENDED,
+    ("transport/mooncake.py", "threading.Condition()"): AWAITED_IN_TIME,
+    ("transport/mooncake.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("transport/mooncake_engine.py", "threading.Lock()"): HELD_BRIEFLY,
     (
-        "transport/tcp_fetch.py",
-        "threading.Condition()",
-    ): "held briefly; whoever waits for its news does so with a deadline",
+        "transport/mooncake_exporter.py",
+        "threading.Lock()",
+    ): "held while memory is registered, which takes no peer",
+    ("transport/peers.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("transport/tcp_fetch.py", "threading.Condition()"): AWAITED_IN_TIME,
     ("transport/tcp_server.py", "listener.accept()"): "as long as the server lives; its close ends it",
     ("transport/tcp_server.py", "threading.Lock()"): "held briefly, or for one answer, which has a deadline",
     ("update/client.py", "threading.Lock()"): HELD_BRIEFLY,

@@ -17,6 +17,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.lifecycle import STALLED_PHASES, UPDATE_TRANSITIONS, UpdateEvent, UpdatePhase
 from fastdeploy_rl.publish import leases
 from fastdeploy_rl.report import CommandKind, Outcome
+from fastdeploy_rl.sources import rsync_config
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"(<!-- (\w+): made by tests/unit/docs_tables\.py -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -164,6 +165,18 @@ def _admission_lines() -> list[str]:
     return [("admission   " if index == 0 else " " * 12) + way for index, way in enumerate(ways)]
 
 
+# --- what --rsync-config may say -------------------------------------------------------------------
+
+
+def rsync_options() -> str:
+    rows, shown = [], ""
+    for option in rsync_config.options():
+        name = f"`{option.transport}`" if option.transport != shown else ""
+        shown = option.transport
+        rows.append((name, f"`{option.key}`", f"`{option.default}`", option.bounds, option.description))
+    return table(("transport", "key", "default", "bounds", "what"), rows)
+
+
 # --- pages -----------------------------------------------------------------------------------------
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -173,6 +186,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "board_numbers": board_numbers,
     "lease_table": lease_table,
     "lifecycle_outline": lifecycle_outline,
+    "rsync_options": rsync_options,
 }
 
 

@@ -84,9 +84,11 @@ class Desk:
             self.check_going()
             if not self._is_patient:
                 raise lost
-            self._wrong = str(lost)
+            now = time.monotonic_ns()
+            if now < self.deadline_ns or not self._wrong:  # who fails at the deadline fails for want of time
+                self._wrong = str(lost)
             self._num_failures += 1
-            self._retry_ns = time.monotonic_ns() + int((delay_s(self._num_failures) + seconds) * 1e9)
+            self._retry_ns = now + int((delay_s(self._num_failures) + seconds) * 1e9)
 
     def land(self, bucket: Bucket, num_bytes: int) -> None:
         """More of the bucket lies in the target."""

@@ -14,10 +14,11 @@ from fastdeploy_rl.errors import ConfigurationError
 
 
 def open_private_directory(path: Path) -> None:
-    """Makes `path` (0700, parents too) or checks the one that is there. ConfigurationError when it is no directory, a
-    symbolic link, someone else's, or open to others."""
+    """Makes `path`, and what is missing above it, with mode 0700; or checks the one that is there. ConfigurationError
+    when it is no directory, a symbolic link, someone else's, or open to others."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for missing in [path, *(parent for parent in path.parents if not parent.exists())][::-1]:
+            missing.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError as error:
         raise ConfigurationError(f"{path} is no directory") from error
     except (OSError, ValueError) as error:

@@ -84,10 +84,7 @@ class SnapshotDirectory:
         return self.path / "LOCK"
 
     def open(self) -> None:
-        """Makes the directory (0700, that around it too), or checks that it is ours and closed to others
-        (ConfigurationError)."""
-        if not self.path.parent.exists():
-            open_private_directory(self.path.parent)
+        """Makes the directory (0700), or checks that it is ours and closed to others (ConfigurationError)."""
         open_private_directory(self.path)
 
     # --- reading -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ segment looks: what rank r is sent is segment r, its tensors in the order of the
 Refuses to know the package (transport/checkpoint_transfer.py has it). Invariant: a manifest was made from bytes that
 were received for it; what is received later is held to its checksums, as everywhere.
 
-There is no "latest": a step is named, or `version.yaml` of the model's directory names it. Steps are of epoch 1.
+There is no "latest": a step is named, or `version.yaml` of the model's directory names it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.sources.rank_slices import Slice, join, join_slices, local_shape
 from fastdeploy_rl.sources.rsync_config import CheckpointTransferConfig
-from fastdeploy_rl.sources.version_file import wanted_version
+from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.checkpoint_transfer import (
     PACKAGE,
@@ -58,7 +58,6 @@ from fastdeploy_rl.transport.checkpoint_transfer import (
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
-_EPOCH = 1
 _DIRECTORY = "checkpoint_transfer"
 _KEPT_MANIFESTS = 4
 
@@ -73,7 +72,7 @@ class CheckpointTransferSource(FetchingSource):
 
     def current_epoch(self, *, deadline_ns: int) -> int:
         """Nobody counts the epochs of that package's steps."""
-        return _EPOCH
+        return UNCOUNTED_EPOCH
 
 
 class CheckpointTransport:
@@ -114,11 +113,11 @@ class CheckpointTransport:
         directory = self._config.model_dir
         wanted = wanted_version(directory)
         if wanted is not None:
-            return wanted.in_epoch(_EPOCH)
+            return wanted.in_epoch(UNCOUNTED_EPOCH)
         place = f", or write it to {directory / 'version.yaml'}" if directory is not None else ""
         raise NoPublicationError(
             f"nothing is published whose version is known: {PACKAGE} cannot tell its latest; name a version "
-            f"({_EPOCH}.STEP){place}"
+            f"({UNCOUNTED_EPOCH}.STEP){place}"
         )
 
     def _offer_of(self, version: WeightVersion) -> Offer:
@@ -157,7 +156,7 @@ class CheckpointTransport:
                 pass
         except NoPublicationError as error:
             wanted = wanted_version(self._config.model_dir)
-            hint = f"; {wanted.path} names {wanted.in_epoch(_EPOCH)}" if wanted is not None else ""
+            hint = f"; {wanted.path} names {wanted.in_epoch(UNCOUNTED_EPOCH)}" if wanted is not None else ""
             raise NoPublicationError(f"version {version} is not to be had: {error}{hint}") from error
         finally:
             reception.close()
@@ -191,8 +190,6 @@ class CheckpointTransport:
         return PartClient(self._options.api, self._options.config, part, self._config.num_ranks)
 
     def _write(self, manifest: Manifest) -> None:
-        if not self._config.channel.exists():
-            open_private_directory(self._config.channel)
         open_private_directory(self._store.path)
         # Another manifest of the same version would be found in its place.
         own = manifest.weight_version

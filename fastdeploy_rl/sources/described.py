@@ -7,9 +7,6 @@
 Owns that directory, and the reading. Refuses to know formats: who found the files says what lies in them. Invariant: a
 `SET` names a manifest whose checksums were made from exactly the files that its key was made from; files that change
 have another key, so that their manifest is made anew, also where their version is the same.
-
-Whose version no file tells has epoch 1, as those of FastDeploy's own numbers have: nobody counts epochs there, and
-every rank, and every engine, must come to the same one.
 """
 
 import contextlib
@@ -45,14 +42,13 @@ from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.sources.version_file import wanted_version
+from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.files import FileFetch, FileIdentity, FileTransport, OfferedFiles, identity_of
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 
-FOREIGN_EPOCH = 1
 _DIRECTORY = "described"
 _SET_NAME = re.compile(r"SET-[0-9a-f]{32}", re.ASCII)
 _MAX_RECORD_BYTES = 4096
@@ -125,8 +121,8 @@ class DescribedFiles:
         written, so that newer files are a newer version."""
         wanted = wanted_version(found.directory) or wanted_version(self._config.model_dir)
         if wanted is not None:
-            return wanted.in_epoch(FOREIGN_EPOCH)
-        return WeightVersion(FOREIGN_EPOCH, max(file.mtime_ns for file in files))
+            return wanted.in_epoch(UNCOUNTED_EPOCH)
+        return WeightVersion(UNCOUNTED_EPOCH, max(file.mtime_ns for file in files))
 
     def _described(
         self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion, deadline_ns: int
@@ -161,8 +157,6 @@ class DescribedFiles:
                 raise NoPublicationError(f"rank 0 has described nothing in {store.path} (yet)") from None
             return store
         try:
-            if not self._config.channel.exists():
-                open_private_directory(self._config.channel)
             open_private_directory(store.path)
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (rank 0 keeps there what it reads about files of others)") from error

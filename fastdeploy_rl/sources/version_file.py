@@ -13,6 +13,8 @@ from fastdeploy_rl.errors import VersionFormatError
 from fastdeploy_rl.memory.regular_file import read_regular
 from fastdeploy_rl.version import WeightVersion
 
+UNCOUNTED_EPOCH = 1
+"""Of steps where nobody counts epochs: every rank, and every engine, must come to the same one."""
 _MAX_BYTES = 64 << 10
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
 _VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)

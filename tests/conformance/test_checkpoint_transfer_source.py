@@ -39,9 +39,7 @@ Array = NDArray[Any]
 QKV = (FusedPart("q", 8), FusedPart("k", 4), FusedPart("v", 4))
 SPECS = (
     ParameterSpec("embed", "F32", (8, 4), 0, vocab_rows=7),
-    ParameterSpec(
-        "qkv", "BF16", (4, 16), 1, fused=(FusedPart("q", 8), FusedPart("k", 4), FusedPart("v", 4)), fused_axis=1
-    ),
+    ParameterSpec("qkv", "BF16", (4, 16), 1, fused=QKV, fused_axis=1),
     ParameterSpec("down", "F32", (8, 4), 0),
     ParameterSpec("up", "F32", (4, 8), 1, is_transposed=True),
     ParameterSpec("norm", "F32", (4,), None),

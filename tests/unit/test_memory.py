@@ -178,7 +178,7 @@ def test_who_takes_the_locks_of_the_dead_away_keeps_no_new_owner_out(
 
 def test_a_private_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     open_private_directory(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
 
 
 def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:

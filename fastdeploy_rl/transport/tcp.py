@@ -21,10 +21,11 @@ from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.connection import Connection, Server
 from fastdeploy_rl.transport.secret import checked_secret
 from fastdeploy_rl.transport.tcp_fetch import Desk, TcpFetch, delay_s
+from fastdeploy_rl.transport.wire import MAX_READ_BYTES
 from fastdeploy_rl.version import WeightVersion
 
 MAX_STREAMS = 64
-MAX_BUCKET_BYTES = 1 << 30
+MAX_BUCKET_BYTES = MAX_READ_BYTES
 DEFAULT_STREAMS = 2
 DEFAULT_BUCKET_BYTES = 8 << 20
 _NUM_ASKS = 3
@@ -62,23 +63,31 @@ class TcpTransport:
     # --- offers ------------------------------------------------------------------------------------
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
-        """As `Transport.offer`. A connection that is lost is tried again, a server that is not there is not."""
-        begun, attempt = time.monotonic(), 1
+        """As `Transport.offer`. A connection that is lost is tried again, a server that is not there is not; one that
+        has too many clients is until the deadline, where it is no peer."""
+        begun, attempt, reason = time.monotonic(), 1, ""
         while True:
             connection = Connection(self._server, self._secret, self._deadlines)
             try:
                 connection.open(deadline_ns)
                 return connection.offer(version, deadline_ns)
             except (OSError, OverloadedError) as error:
-                reason = f"{connection}: {error}"
-                if time.monotonic_ns() >= deadline_ns:
+                is_late = time.monotonic_ns() >= deadline_ns
+                if not is_late or not reason:  # who fails at the deadline fails for want of time
+                    reason = f"{connection}: {error}"
+                if is_late:
                     raise DeadlineExceededError.waiting_for("offer of weights", since_s=begun, hint=reason) from error
-                if isinstance(error, ConnectionRefusedError) or attempt == _NUM_ASKS or self._is_closed.is_set():
+                if self._is_last_ask(error, attempt):
                     raise PeerLostError(f"nobody offers weights: {reason}") from error
             finally:
                 connection.close()
-            self._is_closed.wait(delay_s(attempt))
+            self._is_closed.wait(min(delay_s(attempt), max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)))
             attempt += 1
+
+    def _is_last_ask(self, error: Exception, attempt: int) -> bool:
+        if isinstance(error, ConnectionRefusedError) or self._is_closed.is_set():
+            return True
+        return attempt >= _NUM_ASKS and (self._is_peer or not isinstance(error, OverloadedError))
 
     # --- fetches -----------------------------------------------------------------------------------
 

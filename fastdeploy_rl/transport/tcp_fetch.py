@@ -79,7 +79,8 @@ class Desk:
                 self._changed.wait((min(self.deadline_ns, self._retry_ns) - now) / 1e9)
 
     def put_off(self, lost: PeerLostError, seconds: float) -> None:
-        """The server failed after so long, and is asked again after a while that is longer than that."""
+        """The server failed after so long, and is asked again after about as long, but never more than four seconds:
+        a stall, or a large bucket that was lost near its end, is not paid for twice."""
         with self._changed:
             self.check_going()
             if not self._is_patient:
@@ -88,7 +89,7 @@ class Desk:
             if now < self.deadline_ns or not self._wrong:  # who fails at the deadline fails for want of time
                 self._wrong = str(lost)
             self._num_failures += 1
-            self._retry_ns = now + int((delay_s(self._num_failures) + seconds) * 1e9)
+            self._retry_ns = now + int((delay_s(self._num_failures) + min(seconds, _MAX_DELAY_S)) * 1e9)
 
     def land(self, bucket: Bucket, num_bytes: int) -> None:
         """More of the bucket lies in the target."""

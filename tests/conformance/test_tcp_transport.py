@@ -5,7 +5,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from fastdeploy_rl.errors import (
     PeerLostError,
 )
 from fastdeploy_rl.publish.publisher import WeightPublisher
-from fastdeploy_rl.publish.weight_server import WeightServer, read_server_address
-from fastdeploy_rl.transport import tcp_server, wire
-from fastdeploy_rl.transport.base import ByteRange, Offer, Run
+from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer, read_server_address
+from fastdeploy_rl.transport import tcp_fetch, tcp_server, wire
+from fastdeploy_rl.transport.base import ByteRange, Offer, Run, Shelf, ShelvedVersion
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.tcp import TcpTransport
 from fastdeploy_rl.transport.tcp_fetch import Desk
@@ -199,6 +199,42 @@ def test_an_offer_is_asked_for_again_when_the_connection_is_lost(
         assert cut.num_connections == 3
 
 
+class BusyForAWhile(Shelf):
+    def __init__(self, shelf: Shelf, num_refusals: int) -> None:
+        self._shelf = shelf
+        self._num_refusals = num_refusals
+        self.num_asks = 0
+
+    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+        self.num_asks += 1
+        if self.num_asks <= self._num_refusals:
+            raise OverloadedError("as many clients as it takes")
+        return self._shelf.offer(version)
+
+    def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> ShelvedVersion:
+        return self._shelf.open(file_digest, on_withdraw)
+
+
+def test_a_server_that_has_too_many_clients_is_waited_for_until_the_deadline(
+    channel: Path, publisher: WeightPublisher
+) -> None:
+    """More ranks may come at once than it takes. Somebody else has what a peer has."""
+    version = publisher.publish(weights(1), step=1).version
+    with closing(ChannelShelf(publisher.channel, Deadlines())) as shelf:
+        busy = BusyForAWhile(shelf, 5)
+        with TcpServer(busy) as server:
+            assert TcpTransport(server.address).offer(None, deadline_ns=soon()).version == version
+            assert busy.num_asks == 6
+        busy = BusyForAWhile(shelf, 1_000_000)
+        with TcpServer(busy) as server:
+            with pytest.raises(DeadlineExceededError, match="as many clients as it takes"):
+                TcpTransport(server.address).offer(None, deadline_ns=time.monotonic_ns() + 300_000_000)
+            busy.num_asks = 0
+            with pytest.raises(PeerLostError, match="as many clients as it takes"):
+                TcpTransport(server.address, is_peer=True).offer(None, deadline_ns=soon())
+            assert busy.num_asks == 3
+
+
 def test_a_server_that_stalls_is_given_up_at_the_deadline(server: WeightServer, publisher: WeightPublisher) -> None:
     publisher.publish(weights(1), step=1)
     with (
@@ -222,6 +258,18 @@ def test_a_deadline_is_missed_for_the_reason_before_it(server: WeightServer, pub
     desk.put_off(PeerLostError("10.0.0.7:1: no time left"), 0.0)
     with pytest.raises(DeadlineExceededError, match=rf"version {offer.version} .*last: 10\.0\.0\.7:1: nothing came"):
         desk.await_turn()
+
+
+def test_a_pause_is_capped_however_long_the_server_stalled_before(
+    publisher: WeightPublisher, server: WeightServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(weights(1), step=1)
+    offer = TcpTransport(server.address).offer(None, deadline_ns=soon())
+    desk = Desk(offer, whole(offer), 1 << 20, soon(), is_patient=True)
+    desk.put_off(PeerLostError("nothing came in time"), 10.0)
+    later_ns = time.monotonic_ns() + 4_000_000_000
+    monkeypatch.setattr(tcp_fetch.time, "monotonic_ns", lambda: later_ns)
+    desk.await_turn()  # without a wait, or it would be for ever
 
 
 def test_a_server_that_stalls_once_is_left_for_a_new_connection(

@@ -20,3 +20,14 @@ class ByteRange(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.rows * self.row_bytes
+
+    @property
+    def stop(self) -> int:
+        """Where its last byte ends in the segment."""
+        return self.offset + max(0, self.rows - 1) * self.stride + self.row_bytes
+
+    def joined(self) -> "ByteRange":
+        """The same bytes: rows without gaps as one."""
+        if self.rows != 1 and self.stride != self.row_bytes:
+            return self
+        return self._replace(stride=self.num_bytes, rows=1, row_bytes=self.num_bytes)

@@ -102,10 +102,8 @@ def _lands_whole(parameter: PlannedParameter) -> bool:
 
 
 def _range_of(region: PlannedRegion, place: int) -> ByteRange:
-    if region.rows == 1 or region.source_stride == region.row_bytes:
-        num_bytes = region.rows * region.row_bytes
-        return ByteRange(region.segment, region.source_offset, num_bytes, 1, num_bytes, place)
-    return ByteRange(region.segment, region.source_offset, region.source_stride, region.rows, region.row_bytes, place)
+    stride, rows, row_bytes = region.source_stride, region.rows, region.row_bytes
+    return ByteRange(region.segment, region.source_offset, stride, rows, row_bytes, place).joined()
 
 
 def _append(ranges: list[ByteRange], after: ByteRange) -> None:

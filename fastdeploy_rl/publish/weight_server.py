@@ -35,7 +35,6 @@ from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.transport.address import Address, parse_address
 from fastdeploy_rl.transport.base import ByteRange, Run
-from fastdeploy_rl.transport.buckets import joined
 from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
 from fastdeploy_rl.transport.mooncake_exporter import ExportingShelf, MooncakeExporter
 from fastdeploy_rl.transport.tcp_server import TcpServer
@@ -273,15 +272,14 @@ class ShelvedLease:
         return self._version.locators
 
     def runs(self, ranges: Sequence[ByteRange]) -> list[Run]:
-        return [self._run(joined(wanted)) for wanted in ranges if wanted.num_bytes]
+        return [self._run(wanted.joined()) for wanted in ranges if wanted.num_bytes]
 
     def _run(self, wanted: ByteRange) -> Run:
         sizes = self._version.sizes
         if wanted.segment >= len(sizes):
             raise ValueError(f"segment {wanted.segment} of {len(sizes)}")
-        stop = wanted.offset + (wanted.rows - 1) * wanted.stride + wanted.row_bytes
-        if stop > sizes[wanted.segment]:
-            raise ValueError(f"bytes up to {stop} of a segment of {sizes[wanted.segment]}")
+        if wanted.stop > sizes[wanted.segment]:
+            raise ValueError(f"bytes up to {wanted.stop} of a segment of {sizes[wanted.segment]}")
         mapping = self._version.mappings[wanted.segment]
         return Run(mapping, wanted.offset, wanted.row_bytes, wanted.stride, wanted.rows)
 

@@ -5,13 +5,14 @@ Invariant: the addresses of a config that came out of `parse_rsync_config` name 
 """
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.transport.address import parse_address
+from fastdeploy_rl.transport.tcp import DEFAULT_BUCKET_BYTES, DEFAULT_STREAMS, MAX_BUCKET_BYTES, MAX_STREAMS
 
 MAX_BYTES = 64 << 10
 """Of the JSON text."""
@@ -43,7 +44,7 @@ _Serve = Annotated[
     ),
 ]
 _BucketBytes = Annotated[
-    int, Meta(ge=1, le=1 << 30, description="How many bytes are asked for at once. No result depends on it.")
+    int, Meta(ge=1, le=MAX_BUCKET_BYTES, description="How many bytes are asked for at once. No result depends on it.")
 ]
 _SecretFile = Annotated[
     _Text,
@@ -59,8 +60,10 @@ class TcpConfig(
     address: _Address = ""
     peers: _Peers = ()
     serve: _Serve = ""
-    num_streams: Annotated[int, Meta(ge=1, le=64, description="Connections that a rank fetches over at a time.")] = 2
-    bucket_bytes: _BucketBytes = 8 << 20
+    num_streams: Annotated[
+        int, Meta(ge=1, le=MAX_STREAMS, description="Connections that a rank fetches over at a time.")
+    ] = DEFAULT_STREAMS
+    bucket_bytes: _BucketBytes = DEFAULT_BUCKET_BYTES
     secret_file: _SecretFile = ""
 
 
@@ -80,7 +83,7 @@ class MooncakeConfig(
         _Text, Meta(description="HCAs for `rdma`, separated by commas. Empty: Mooncake chooses.")
     ] = ""
     local_hostname: Annotated[_Text, Meta(description="This machine's address, as the servers reach it.")] = "127.0.0.1"
-    bucket_bytes: _BucketBytes = 8 << 20
+    bucket_bytes: _BucketBytes = DEFAULT_BUCKET_BYTES
     secret_file: _SecretFile = ""
 
 
@@ -105,6 +108,7 @@ class CheckpointTransferConfig(
 
 
 RsyncConfig: TypeAlias = TcpConfig | MooncakeConfig | CheckpointTransferConfig
+_KINDS = get_args(RsyncConfig)
 
 
 def parse_rsync_config(text: str) -> RsyncConfig:
@@ -118,11 +122,11 @@ def parse_rsync_config(text: str) -> RsyncConfig:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ConfigurationError(f"--rsync-config: {error!s:.500}{_known_transports(error)}") from error
     if not isinstance(config, CheckpointTransferConfig):
-        _check_addresses(config)
+        _check_texts(config)
     return config
 
 
-def _check_addresses(config: TcpConfig | MooncakeConfig) -> None:
+def _check_texts(config: TcpConfig | MooncakeConfig) -> None:
     named = [(key, text) for key, text in (("address", config.address), ("serve", config.serve)) if text]
     named += [(f"peers[{number}]", peer) for number, peer in enumerate(config.peers)]
     for key, text in named:
@@ -144,9 +148,6 @@ def _texts(config: TcpConfig | MooncakeConfig) -> list[tuple[str, str]]:
 def _known_transports(error: Exception) -> str:
     known = ", ".join(str(config.__struct_config__.tag) for config in _KINDS)
     return f"; transports are {known}" if "$.transport" in str(error) else ""
-
-
-_KINDS = (TcpConfig, MooncakeConfig, CheckpointTransferConfig)
 
 
 class Option(NamedTuple):

@@ -1,18 +1,14 @@
 """Byte ranges put together into pieces of work of about one size, and what is left of one that was interrupted.
 
 Pure. Owns how ranges are divided; refuses to know who brings them. Invariant: the buckets of some ranges have each of
-their bytes once, in order, and what has landed of a bucket is always its beginning.
+their bytes once, in order, one Read can ask for each, and what has landed of a bucket is always its beginning.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fastdeploy_rl.plan.byte_range import ByteRange
-
-MAX_RANGES = 1024
-"""Of one bucket."""
-MAX_ROWS = 1 << 16
-"""Likewise, those without gaps counted as one: rows cost time and memory of whoever gathers them."""
+from fastdeploy_rl.transport.wire import MAX_RANGES, MAX_ROWS
 
 
 class Piece(NamedTuple):
@@ -66,11 +62,11 @@ class Bucket:
 
 
 def buckets(ranges: Sequence[ByteRange], bucket_bytes: int) -> Iterator[Bucket]:
-    """`ranges` in order, in buckets of `bucket_bytes`, or less where another bound ends one; a range that is larger
-    than the rest of a bucket goes on in the next. Ranges without bytes are in none. Made as they are asked for."""
+    """`ranges` in order, in buckets of `bucket_bytes`, or less where one Read may ask for no more; a range that is
+    larger than the rest of a bucket goes on in the next. Ranges without bytes are in none. Made one by one."""
     filling = _Filling(bucket_bytes)
     for index, whole in enumerate(ranges):
-        wanted, start = joined(whole), 0
+        wanted, start = whole.joined(), 0
         while start < wanted.num_bytes:
             if filling.is_full:
                 yield filling.taken()
@@ -109,13 +105,6 @@ class _Filling:
         bucket = Bucket(self.pieces)
         self.pieces, self._num_bytes, self._num_rows = [], 0, 0
         return bucket
-
-
-def joined(wanted: ByteRange) -> ByteRange:
-    """The same bytes: rows without gaps as one."""
-    if wanted.stride != wanted.row_bytes:
-        return wanted
-    return wanted._replace(stride=wanted.num_bytes, rows=1, row_bytes=wanted.num_bytes)
 
 
 def part(wanted: ByteRange, start: int, stop: int) -> Iterator[ByteRange]:

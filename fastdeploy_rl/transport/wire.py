@@ -20,7 +20,7 @@ import hmac
 import secrets
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -49,7 +49,7 @@ MAX_HELD_RANGES: Final = 1 << 18
 """That a server lists."""
 MAX_HOLDINGS_FRAME_BYTES: Final = MAX_HELD_RANGES * 64
 MAX_ROWS: Final = 1 << 16
-"""Of all ranges of one Read, those without gaps counted as one."""
+"""Of all ranges of one Read, those without gaps counted as one: they cost time and memory of whoever gathers them."""
 MAX_READ_BYTES: Final = 1 << 30
 _MAX_MESSAGE = 4000
 _LIMIT = 2**63
@@ -168,10 +168,7 @@ Message = (
     | Holdings
 )
 M = TypeVar("M", bound=Message)
-_TYPES: tuple[type[Message], ...] = (
-    *(ServerHello, ClientHello, Welcome, Ask, Offered, Hold, Held, Read, Data, Locate, Places, Failed),
-    *(List, Holdings),
-)
+_TYPES: tuple[Any, ...] = get_args(Message)  # their order is the protocol's
 _KINDS = {kind: number for number, kind in enumerate(_TYPES, 1)}
 _DECODERS = {number: msgspec.msgpack.Decoder(kind) for kind, number in _KINDS.items()}
 
@@ -204,15 +201,14 @@ def decode(kind: int, payload: bytes | bytearray) -> Message:
     return message
 
 
-def expected(message: Message, *kinds: type[M]) -> M:
-    """The message if it is one of these; otherwise the error that it tells, or PeerLostError."""
-    if isinstance(message, kinds):
+def expected(message: Message, kind: type[M]) -> M:
+    """The message if it is of this kind; otherwise the error that it tells, or PeerLostError."""
+    if isinstance(message, kind):
         return message
     if isinstance(message, Failed):
         told = from_wire(message.error, message.message)
         raise told if isinstance(told, _TOLD) else PeerLostError(f"the other end fails: {message.error}: {told}")
-    names = " or ".join(kind.__name__ for kind in kinds)
-    raise PeerLostError(f"the other end answers {type(message).__name__} where {names} was to come")
+    raise PeerLostError(f"the other end answers {type(message).__name__} where {kind.__name__} was to come")
 
 
 def failed(error: FastDeployRLError) -> Failed:
@@ -225,13 +221,8 @@ def check_read(ranges: Sequence[ByteRange]) -> None:
         raise ValueError("ranges that no segment has")
     if sum(each.num_bytes for each in ranges) > MAX_READ_BYTES:
         raise ValueError(f"more than {MAX_READ_BYTES} bytes in one request")
-    if sum(num_rows(each) for each in ranges) > MAX_ROWS:
+    if sum(each.joined().rows for each in ranges) > MAX_ROWS:
         raise ValueError(f"more than {MAX_ROWS} rows in one request")
-
-
-def num_rows(wanted: ByteRange) -> int:
-    """Runs of bytes without a gap."""
-    return 1 if wanted.stride == wanted.row_bytes else wanted.rows
 
 
 # --- secrets ----------------------------------------------------------------------------------------

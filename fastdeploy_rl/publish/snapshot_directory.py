@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.errors import ManifestError, VersionFormatError
+from fastdeploy_rl.errors import ConfigurationError, ManifestError, VersionFormatError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.publish.channel import Channel, Latest
@@ -91,7 +91,7 @@ class SnapshotDirectory:
 
     def entries(self) -> list[Entry]:
         """The versions that are named here, the newest first; none where there is no such directory.
-        ConfigurationError where others could have put them there."""
+        ConfigurationError where others could have put them there, or where there is more than anybody looks through."""
         try:
             check_private_directory(self.path)
             found = [entry for name in self._names() if (entry := _entry(name))]
@@ -141,9 +141,15 @@ class SnapshotDirectory:
             raise ManifestError(f"{directory.path / file} is version {manifest.version}, but its name says another")
         return manifest
 
-    def _names(self) -> Iterator[str]:
+    def _names(self) -> list[str]:
         with os.scandir(self.path) as entries:
-            yield from (entry.name for entry in islice(entries, _MAX_ENTRIES) if entry.is_dir(follow_symlinks=False))
+            found = list(islice(entries, _MAX_ENTRIES + 1))
+        if len(found) > _MAX_ENTRIES:
+            raise ConfigurationError(
+                f"{self.path} has more than {_MAX_ENTRIES} entries: which version is the newest is not looked for; "
+                "remove what no snapshot writer made"
+            )
+        return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
 
     # --- writing: under the lock -------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class SnapshotDirectory:
         """Removes what writers left that died in the middle."""
         for name in [name for name in self._names() if _LEFTOVER.fullmatch(name)]:
             self._delete(self.path / name)
+        self._files.remove_superseded(())  # of the files of a channel, a half written LATEST may be here
 
     def _remove(self, names: Iterator[str]) -> None:
         """Out of sight at once; then away, as far as that is possible now."""

@@ -20,6 +20,7 @@ from fastdeploy_rl.errors import ConfigurationError, ManifestError, NoPublicatio
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.plan.planner import make_plan
+from fastdeploy_rl.publish import snapshot_directory
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
 from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
@@ -135,6 +136,18 @@ def test_what_is_not_whole_is_passed_over_with_one_warning(
     staged = source.stage(found[0], plan_of(found[0].manifest), deadline_ns=soon())
     assert_holds(found[0].manifest, staged.segments, weights(2))
     staged.release()
+
+
+def test_a_directory_that_is_too_large_to_look_through_has_no_newest(
+    source: SnapshotSource, three: list[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not seen might be newer."""
+    monkeypatch.setattr(snapshot_directory, "_MAX_ENTRIES", len(os.listdir(three[2].path.parent)))
+    assert source.resolve(None, deadline_ns=soon()).version == three[2].version
+    (three[2].path.parent / "notes").write_text("mine")
+    for version in (None, three[2].version):
+        with pytest.raises(ConfigurationError, match=r"has more than \d+ entries"):
+            source.resolve(version, deadline_ns=soon())
 
 
 @pytest.mark.parametrize("break_it", BREAKS)

@@ -28,11 +28,12 @@ POINTS: dict[str, tuple[Any, str]] = {
     "rename": (SnapshotDirectory, "_remove"),
     "renamed": (snapshot_directory, "sync_directory"),
     "latest": (Channel, "write_latest"),
+    "latest_is_written": (os, "rename"),
     "prune": (SnapshotDirectory, "prune"),
     "put_aside": (SnapshotDirectory, "_delete"),
 }
 """What the process is about to do when it is killed."""
-NEW_IS_THERE = ("renamed", "latest", "prune", "put_aside")
+NEW_IS_THERE = ("renamed", "latest", "latest_is_written", "prune", "put_aside")
 
 
 class Publication(NamedTuple):
@@ -43,6 +44,12 @@ def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_at_latest(source: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
+    if Path(target).name == "LATEST":
+        die()
+    rename(source, target)
+
+
 def main(channel: Path, point: str, say: Callable[[str], object]) -> None:
     with SnapshotWriter(channel, keep=1, shard_bytes=300) as snapshots:
         if point == "hold":
@@ -50,7 +57,7 @@ def main(channel: Path, point: str, say: Callable[[str], object]) -> None:
             time.sleep(DEADLINE_S)  # until it is killed
         _, manifest = Channel(channel).read_publication(time.monotonic_ns() + int(DEADLINE_S * 1e9))
         if point in POINTS:
-            setattr(*POINTS[point], die)
+            setattr(*POINTS[point], die_at_latest if point == "latest_is_written" else die)
         snapshots.write(Publication(manifest))
         snapshots.wait(DEADLINE_S)
     say("done")

@@ -14,15 +14,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fastdeploy_rl import _native
 from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS, MAX_HEADER_BYTES, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
-from fastdeploy_rl.memory.tensor_view import TensorView
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,6 +39,7 @@ NAME_TABLE: Final = "StructuredToParameterName@@"
 _SPLIT_TABLE = "UnpackBigParamInfor@@"
 """Where protocols 2 and 3 say which tensors of more than 1 GiB they cut into pieces."""
 
+SIGNATURE_BYTES: Final = 9
 _WINDOW_BYTES = 1 << 14
 _LIMIT = 2**63
 
@@ -61,52 +59,20 @@ def read_saved_state(data: "Buffer", what: str = "saved state") -> SavedTensors:
         return _read(lambda offset, count: bytes(flat[offset : offset + count]), flat.nbytes, what)
 
 
-class SavedState:
-    """One saved state dict, mapped read-only; as `FileMap` is for safetensors. Arrays taken from it keep the mapping
-    alive after `close`. A tensor may begin at any byte."""
-
-    def __init__(self, path: Path, mapping: _native.Mapping, saved: SavedTensors) -> None:
-        self.path = path
-        self.tensors = saved.tensors
-        self.aliases = saved.aliases
-        self._mapping: _native.Mapping | None = mapping
-
-    def view(self, name: str) -> TensorView:
-        """The stored bytes of one tensor; KeyError for a name that is not in `tensors`."""
-        stored = self.tensors[name]
-        if self._mapping is None:
-            raise CheckpointError(f"{self.path}: closed")
-        return TensorView(self._mapping, stored.offset, stored.dtype, stored.shape)
-
-    def close(self) -> None:
-        self._mapping = None
-
-    def __enter__(self) -> "SavedState":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def open_saved_state(path: Path) -> SavedState:
-    """Finds the tensors of a file, and maps it. CheckpointError names the file and what is wrong with it."""
+def read_saved_file(path: Path) -> SavedTensors:
+    """As `read_saved_state`, of a file, which is not mapped for it. CheckpointError names the file and what is wrong
+    with it."""
     try:
-        descriptor = open_regular(path)
+        with open(open_regular(path), "rb", buffering=0) as file:
+            descriptor, num_bytes = file.fileno(), os.fstat(file.fileno()).st_size
+            return _read(lambda offset, count: os.pread(descriptor, count, offset), num_bytes, str(path))
     except OSError as error:
         raise CheckpointError(f"{path!s:.500}: {error.strerror}") from error
-    try:
-        file_bytes = os.fstat(descriptor).st_size
-        saved = _read(lambda offset, count: os.pread(descriptor, count, offset), file_bytes, str(path))
-        return SavedState(path, _native.Mapping.map_fd(descriptor, file_bytes, writable=False), saved)
-    finally:
-        os.close(descriptor)
 
 
 def is_saved_state(first_bytes: bytes) -> bool:
-    """Whether a file whose first 9 bytes these are is a pickle and no safetensors file: FastDeploy gives both one
-    name."""
+    """Whether a file that begins with these is a pickle and no safetensors file: FastDeploy gives both one name. Its
+    first SIGNATURE_BYTES tell."""
     if int.from_bytes(first_bytes[:8], "little") <= MAX_HEADER_BYTES and first_bytes[8:9] == b"{":
         return False  # a safetensors header of 640 bytes begins as a pickle does
     return _is_pickle(first_bytes)
@@ -200,10 +166,6 @@ def _decoded(text: bytes) -> str:
 
 
 # --- values: inert, whatever the file calls them -----------------------------------------------------------
-
-
-class _Mark:
-    """Stands on the stack where a run of values begins."""
 
 
 class _LongText(NamedTuple):

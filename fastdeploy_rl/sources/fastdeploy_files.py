@@ -21,7 +21,7 @@ older releases had pickles in both. Which one a file is, its first bytes say; ne
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from fastdeploy_rl.config import cuda_visible_devices
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError, NoPublicationError, TrainerError
 from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
-from fastdeploy_rl.memory.saved_state import is_saved_state, open_saved_state
+from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import FileLayout, FoundFiles
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
@@ -220,20 +220,14 @@ def _slice(stored: StoredTensor, number: int) -> Slice:
     return Slice(stored.dtype, stored.shape, number, stored.offset)
 
 
-def _contents(path: Path) -> tuple[Mapping[str, StoredTensor], Mapping[str, str]]:
+def _contents(path: Path) -> SavedTensors:
     """A file's tensors, and further names of the same. CheckpointError for what is neither format."""
-    if _is_pickle(path):
-        with open_saved_state(path) as saved:
-            return saved.tensors, saved.aliases
-    with FileMap.open(path) as file:
-        return file.tensors, {}
-
-
-def _is_pickle(path: Path) -> bool:
-    """A safetensors header is shorter than 2^48 bytes, so that zeros follow; a pickle has opcodes there."""
     try:
         with open(open_regular(path), "rb") as file:
-            first = file.read(8)
+            first = file.read(SIGNATURE_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    return is_saved_state(first) and first[2:] != bytes(6)
+    if is_saved_state(first):
+        return read_saved_file(path)
+    with FileMap.open(path) as file:
+        return SavedTensors(file.tensors, {})

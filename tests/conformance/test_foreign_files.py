@@ -483,10 +483,10 @@ def test_files_of_the_safetensors_package_and_of_paddle_are_read(places: Places)
     assert taken(config) == expected
 
 
-@pytest.mark.parametrize("second", range(1, 7))
-def test_a_header_whose_length_looks_like_the_beginning_of_a_pickle_is_none(places: Places, second: int) -> None:
-    """0x80 and a protocol number are the low bytes of 640, 896, ..."""
-    text = b'{"w":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'.ljust((second << 8) + 0x80)
+@pytest.mark.parametrize("length", [0x0180, 0x0280, 0x0580, 0x0680, 0x10280, 0x20480])
+def test_a_header_whose_length_looks_like_the_beginning_of_a_pickle_is_none(places: Places, length: int) -> None:
+    """0x80 and a protocol number are the low bytes of 640, 896, ..., 66176, ..."""
+    text = b'{"w":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'.ljust(length)
     value = np.arange(5, dtype=np.float32).tobytes()
     (places.model / file_name(0, 0)).write_bytes(len(text).to_bytes(8, "little") + text + value)
     assert taken(places.config(parameters=(ParameterSpec("w", "F32", (5,), None),))) == {"w": value}

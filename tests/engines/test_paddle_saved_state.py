@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from fastdeploy_rl.errors import CheckpointError
-from fastdeploy_rl.memory.saved_state import SavedArray, open_saved_state, write_saved_state
+from fastdeploy_rl.memory.saved_state import SavedArray, read_saved_file, write_saved_state
 
 
 def test_what_paddle_saves_is_read_and_what_is_written_paddle_loads(tmp_path: Path) -> None:
@@ -22,14 +22,12 @@ def test_what_paddle_saves_is_read_and_what_is_written_paddle_loads(tmp_path: Pa
     path = tmp_path / "model.pdparams"
     for protocol in (3, 4):
         paddle.save(state, str(path), protocol=protocol)
-        with open_saved_state(path) as saved:
-            assert list(saved.tensors) == list(state)
-            views = {name: saved.view(name) for name in saved.tensors}
-            for name, view in views.items():
-                assert view.numpy().tobytes() == np.asarray(state[name]).tobytes(), name
-            path.with_suffix(".ours").write_bytes(
-                b"".join(write_saved_state({n: SavedArray(v.dtype, v.shape, v.numpy()) for n, v in views.items()}))
-            )
+        saved, data = read_saved_file(path).tensors, path.read_bytes()
+        assert list(saved) == list(state)
+        arrays = {n: SavedArray(t.dtype, t.shape, data[t.offset : t.offset + t.num_bytes]) for n, t in saved.items()}
+        for name, array in arrays.items():
+            assert array.data == np.asarray(state[name]).tobytes(), name
+        path.with_suffix(".ours").write_bytes(b"".join(write_saved_state(arrays)))
         loaded = paddle.load(str(path.with_suffix(".ours")))
         assert list(loaded) == list(state)
         for name, tensor in loaded.items():
@@ -37,4 +35,4 @@ def test_what_paddle_saves_is_read_and_what_is_written_paddle_loads(tmp_path: Pa
             assert np.asarray(tensor).tobytes() == np.asarray(state[name]).tobytes(), name
     paddle.save(state, str(path), protocol=2)
     with pytest.raises(CheckpointError, match="protocol=4"):
-        open_saved_state(path)
+        read_saved_file(path)

@@ -1,5 +1,7 @@
 """`serve` by files and over the wire: it comes up on the newest version by itself, and dead ranks come back to it."""
 
+import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,3 +87,17 @@ def test_where_nothing_is_to_be_had_an_engine_serves_its_own_model(
     with served(models[0], tmp_path, "ipc_snapshot") as (engine, ready):
         assert (ready["version"], ready["reason"]) == ("", "")
         check(engine, models[0], "0.0")
+
+
+def test_an_engine_that_is_told_to_stop_while_it_comes_up_stops(
+    models: tuple[Model, Model, Model], tmp_path: Path
+) -> None:
+    """The weight server took the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        config = json.dumps({"address": f"127.0.0.1:{mute.getsockname()[1]}"})
+        options = ("--load-strategy", "rsync", "--rsync-config", config, "--update-deadline", "300")
+        with ServedEngine(models[0], tmp_path, num_ranks=1, options=options):
+            mute.settimeout(60)
+            mute.accept()[0].close()
+            asking, _ = mute.accept()  # lost once, it tries again
+        asking.close()

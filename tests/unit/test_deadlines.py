@@ -91,6 +91,7 @@ SPOKEN = {
     "its client, with its engine, or when a command aborts it",
     ("engines/embedded/loop.py", "self._manager.poll()"): NEVER_WAITS,
     ("engines/embedded/messages.py", "self._socket.recv(_READ_BYTES)"): "a socket that does not block",
+    ("engines/embedded/supervisor.py", "await taking"): "it is done, or cancelled: then it ends within let_go_s",
     ("engines/embedded/supervisor.py", "event.wait()"): "a task, and asyncio.wait around it has the deadline",
     ("engines/embedded/supervisor.py", "self._is_over.wait()"): LIFE,
     ("engines/embedded/supervisor.py", "task.result()"): ENDED,

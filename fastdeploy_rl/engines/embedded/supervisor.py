@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -24,6 +24,7 @@ from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import HISTORY, Board, Leftovers
 from fastdeploy_rl.board.layout import MAX_RANKS
 from fastdeploy_rl.config import AUTO, KEEP, RESTART, Deadlines, child_environ, num_copy_threads
+from fastdeploy_rl.control.async_board import AsyncBoardEngine
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GenerationDefaults
 from fastdeploy_rl.control.http_address import HttpAccess, http_access, write_http_address
@@ -254,10 +255,25 @@ class _Engine:
             return
         start = StartVersion()
         if takes_newest_at_start(self._config.load_strategy) and self._client is not None:
-            start = await asyncio.to_thread(_take_newest, board.port, self._config.deadlines)
+            start = await self._come_up(board.port)
             self._client.resume(workers.leader_link)
+        if self._is_over.is_set():
+            return
         self._announcer.ready(workers.ready, time.monotonic() - self._begun, start)
         await self._is_over.wait()
+
+    async def _come_up(self, port: int) -> StartVersion:
+        """On the newest version; given up when the engine ends."""
+        deadline_s = self._config.deadlines.update_s
+        taking = asyncio.create_task(_take_newest(port, deadline_s))
+        over = asyncio.create_task(self._is_over.wait())
+        allowed_s = deadline_s + self._config.deadlines.outcome_s
+        await asyncio.wait([taking, over], timeout=allowed_s, return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        taking.cancel()
+        with suppress(asyncio.CancelledError):
+            return await taking
+        return StartVersion(reason=f"no newer version was there after {allowed_s:g} s")
 
     def _on_signal(self) -> None:
         """The first stops the engine in order, a second one at once."""
@@ -378,11 +394,11 @@ class _Engine:
             task.result()
 
 
-def _take_newest(port: int, deadlines: Deadlines) -> StartVersion:
+async def _take_newest(port: int, deadline_s: float) -> StartVersion:
     """Nothing to be had is no fault: a trainer may come later. Nor is what cannot be taken: the engine has weights."""
     try:
-        with BoardClient(port) as client:
-            version = client.update(deadline_s=deadlines.update_s).version
+        async with AsyncBoardEngine(port) as engine:
+            version = (await engine.update(deadline_s=deadline_s)).version
     except NoPublicationError as none:
         _log.info("event=started_on_checkpoint reason=%r", str(none))
         return StartVersion()

@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -268,8 +269,10 @@ def test_a_pause_is_capped_however_long_the_server_stalled_before(
     desk = Desk(offer, whole(offer), 1 << 20, soon(), is_patient=True)
     desk.put_off(PeerLostError("nothing came in time"), 10.0)
     later_ns = time.monotonic_ns() + 4_000_000_000
-    monkeypatch.setattr(tcp_fetch.time, "monotonic_ns", lambda: later_ns)
-    desk.await_turn()  # without a wait, or it would be for ever
+    desk.deadline_ns = later_ns + 1
+    clock = chain([later_ns], repeat(desk.deadline_ns))
+    monkeypatch.setattr(tcp_fetch.time, "monotonic_ns", lambda: next(clock))
+    desk.await_turn()  # at the first look, or it is too late
 
 
 def test_a_server_that_stalls_once_is_left_for_a_new_connection(

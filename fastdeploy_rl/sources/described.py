@@ -88,33 +88,37 @@ class DescribedFiles:
         self._config = config
         self._find = find
         self._where = where
-        self._lock = threading.Lock()
+        self._describing = threading.Lock()
 
     def offer(self, version: WeightVersion | None, deadline_ns: int) -> OfferedFiles:
         """The files that are there, with their manifest: rank 0 makes it, where it is not known, the others take it.
         NoPublicationError when there are no files, none of that version, or no manifest of them (yet);
         DeadlineExceededError when not all bytes could be read."""
-        with self._lock:
-            found = self._find()
-            if found is None:
-                raise NoPublicationError(f"nothing is published in {self._where}")
-            check_not_open_to_all(found.directory, found.names)
-            files = _identities(found)
-            own = self._version_of(found, files)
-            if version is not None and version != own:
-                raise NoPublicationError(f"version {version} is not to be had: {found.directory} has {own}")
+        found = self._find()
+        if found is None:
+            raise NoPublicationError(f"nothing is published in {self._where}")
+        check_not_open_to_all(found.directory, found.names)
+        files = _identities(found)
+        own = self._version_of(found, files)
+        if version is not None and version != own:
+            raise NoPublicationError(f"version {version} is not to be had: {found.directory} has {own}")
+        # Nobody reads all bytes beside another who does.
+        if not self._describing.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
+            raise DeadlineExceededError(f"no time left to look at {found.directory}, which is being described")
+        try:
             manifest, digest = self._described(found, files, own, deadline_ns)
-            return OfferedFiles(Offer(own, manifest, digest), found.directory, files)
+        finally:
+            self._describing.release()
+        return OfferedFiles(Offer(own, manifest, digest), found.directory, files)
 
     def forget(self, version: WeightVersion) -> None:
         """What was described as that version is read again when next asked for. Rank 0 only; others do nothing."""
         if self._config.rank:
             return
-        with self._lock:
-            store = self._store()
-            for name in _sets(store):
-                if _record_version(store, name) in (None, str(version)):
-                    store.remove_file(name)
+        store = self._store()
+        for name in _sets(store):
+            if _record_version(store, name) in (None, str(version)):
+                store.remove_file(name)
 
     def _version_of(self, found: FoundFiles, files: Sequence[FileIdentity]) -> WeightVersion:
         """What a version file says, beside the files or in the model directory; else when the newest of them was

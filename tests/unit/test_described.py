@@ -1,17 +1,20 @@
 """Weights without a manifest: what rank 0 writes down about them, when it reads again, and what others take from it."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fastdeploy_rl import checksum
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, NoPublicationError, TrainerError
-from fastdeploy_rl.manifest import Part, Tensor
+from fastdeploy_rl.manifest import Manifest, Part, Tensor
 from fastdeploy_rl.sources import described
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import DescribedFiles, FileLayout, FoundFiles
@@ -178,6 +181,30 @@ def test_reading_ends_at_the_deadline(scene: Scene) -> None:
     with pytest.raises(DeadlineExceededError, match="all of their 988 bytes, of which 0 were: give the update a later"):
         scene.offer(deadline_ns=time.monotonic_ns())
     assert list(scene.store.iterdir()) == []
+
+
+def test_who_comes_while_another_reads_waits_until_its_own_deadline(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, go_on = threading.Event(), threading.Event()
+    original = described._describe
+
+    def describe(*arguments: Any) -> Manifest:
+        is_reading.set()
+        assert go_on.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(described, "_describe", describe)
+    config = SourceConfig(scene.channel, scene.directory, 0, 2)
+    files = DescribedFiles(config, scene.find, "nowhere")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(files.offer, None, soon())
+        assert is_reading.wait(20)
+        with pytest.raises(DeadlineExceededError, match="which is being described"):
+            files.offer(None, time.monotonic_ns() + 10_000_000)
+        go_on.set()
+        assert files.offer(None, soon()) == first.result(20)
+    assert scene.read == ["headers"]
 
 
 def opened_directory(scene: Scene) -> None:

@@ -21,19 +21,20 @@ from fastdeploy_rl.sources.version_file import wanted_version
 
 def create(config: SourceConfig) -> DescribedSource:
     """A source of such files; nothing is opened before it is used."""
-    channel, model_dir = config.channel, config.model_dir
-    places = f"{channel}: no snapshot is there (a trainer writes them with a SnapshotWriter, or fastdeploy-rl snapshot "
-    places += "does), none of FastDeploy's files and no checkpoint"
-    if model_dir is not None:
-        places += f"; nor has {model_dir} any of FastDeploy's, or a checkpoint with a version.yaml"
+    places = (
+        f"{config.channel}: no snapshot is there (a trainer writes them with a SnapshotWriter, or fastdeploy-rl "
+        "snapshot does), none of FastDeploy's files and no checkpoint"
+    )
+    if config.model_dir is not None:
+        places += f"; nor has {config.model_dir} any of FastDeploy's, or a checkpoint with a version.yaml"
     return DescribedSource(config, partial(find_foreign, config), places)
 
 
 def find_foreign(config: SourceConfig) -> FoundFiles | None:
     """The first of these that is there; None: none is."""
-    places = [directory for directory in (config.model_dir, config.channel) if directory is not None]
-    found = next((each for each in (find_fastdeploy(place, config) for place in places) if each is not None), None)
-    found = found or find_hugging_face(config.channel)
-    if found is None and config.model_dir is not None and wanted_version(config.model_dir) is not None:
-        found = find_hugging_face(config.model_dir)
+    model_dir, channel = config.model_dir, config.channel
+    found = find_fastdeploy(model_dir, config) if model_dir is not None else None
+    found = found or find_fastdeploy(channel, config) or find_hugging_face(channel)
+    if found is None and model_dir is not None and wanted_version(model_dir) is not None:
+        found = find_hugging_face(model_dir)
     return found

@@ -6,7 +6,8 @@ comes out names every tensor of the index, each in the shard that the index says
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,15 +37,19 @@ def find_hugging_face(directory: Path) -> FoundFiles | None:
     if not os.path.exists(directory / INDEX_FILE):
         if not os.path.exists(directory / WEIGHTS_FILE):
             return None
-        return FoundFiles(directory, (WEIGHTS_FILE,), lambda: _read_layout(directory, {}), "hugging_face")
+        return _found(directory, (WEIGHTS_FILE,), {})
     shards = _shards(directory / INDEX_FILE)
     names = tuple(sorted(set(shards.values())))
     if WEIGHTS_FILE not in names and os.path.exists(directory / WEIGHTS_FILE):
         raise CheckpointError(
             f"{directory}: {WEIGHTS_FILE} and {INDEX_FILE} are both here, and the index does not name the file; "
-            f"remove the one that is not meant"
+            "remove the one that is not meant"
         )
-    return FoundFiles(directory, names, lambda: _read_layout(directory, shards), "hugging_face")
+    return _found(directory, names, shards)
+
+
+def _found(directory: Path, names: tuple[str, ...], shards: dict[str, str]) -> FoundFiles:
+    return FoundFiles(directory, names, partial(_read_layout, directory, names, shards), "hugging_face")
 
 
 def _shards(index: Path) -> dict[str, str]:
@@ -68,9 +73,8 @@ def _shards(index: Path) -> dict[str, str]:
     return shards
 
 
-def _read_layout(directory: Path, shards: dict[str, str]) -> FileLayout:
+def _read_layout(directory: Path, names: Sequence[str], shards: dict[str, str]) -> FileLayout:
     """`shards`: the index; empty for a checkpoint of one file."""
-    names = tuple(sorted(set(shards.values()))) or (WEIGHTS_FILE,)
     tensors: list[Tensor] = []
     for number, name in enumerate(names):
         with FileMap.open(directory / name) as file:

@@ -31,7 +31,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def engine_of(options: argparse.Namespace) -> Iterator[int | str]:
+def engine_of(options: argparse.Namespace, load_strategy: str = "ipc") -> Iterator[int | str]:
     """The address of the engine to steer: the one that was named, or one of our own."""
     if options.engine is not None:
         yield int(options.engine) if options.engine.isdigit() else options.engine
@@ -41,7 +41,7 @@ def engine_of(options: argparse.Namespace) -> Iterator[int | str]:
         command = [
             *(sys.executable, "-m", "fastdeploy_rl.cli", "serve", "--json", "--model", str(options.model)),
             *("--tensor-parallel-size", str(options.ranks), "--ipc-dir", str(options.ipc_dir), "--log-dir", log_dir),
-            *("--port", port, "--engine-worker-queue-port", port),
+            *("--port", port, "--engine-worker-queue-port", port, "--load-strategy", load_strategy),
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
             try:

@@ -35,7 +35,8 @@ class Fetch(Protocol):
     def arrivals(self) -> Iterator[Sequence[int]]:
         """Indices of ranges that are complete, each once, in any order, until all are. A lost connection goes on where
         it stopped. DeadlineExceededError at the fetch's deadline, with what was wrong last; NoPublicationError when
-        nobody has the version any more; PeerLostError where trying again is no use."""
+        nobody has the version any more; PeerLostError where trying again is no use; LifecycleError once it is closed
+        and not complete."""
         ...
 
     def close(self) -> None:

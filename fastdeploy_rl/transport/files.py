@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, NoPublicationError
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport.base import Offer
@@ -190,6 +190,8 @@ class FileFetch:
             yield complete
             complete = []
         while left:
+            if self.is_closed:
+                raise LifecycleError(f"the fetch of files in {self._directory} was closed")
             found = [self._next(begun), *self._at_hand()]
             complete = [index for index in found if self._is_complete(index)]
             left -= len(complete)
@@ -283,8 +285,7 @@ class FileFetch:
 
 def _check_ranges(ranges: Sequence[ByteRange], files: Sequence[FileIdentity]) -> None:
     for each in ranges:
-        end = each.offset + max(0, each.rows - 1) * each.stride + each.row_bytes
-        if not 0 <= each.segment < len(files) or min(each) < 0 or end > files[each.segment].num_bytes:
+        if not 0 <= each.segment < len(files) or min(each) < 0 or each.stop > files[each.segment].num_bytes:
             raise ValueError(f"{each} is outside of the {len(files)} segments")
 
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError, SegmentError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError, SegmentError
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.transport.base import ByteRange, Offer, Transport
 from fastdeploy_rl.transport.connection import Connection, Server
@@ -31,31 +31,17 @@ from fastdeploy_rl.transport.mooncake_engine import (
     load_library,
     patience_s,
 )
-from fastdeploy_rl.transport.tcp import TcpTransport
+from fastdeploy_rl.transport.tcp import DEFAULT_BUCKET_BYTES, TcpTransport
+from fastdeploy_rl.transport.tcp_fetch import delay_s
 from fastdeploy_rl.transport.wire import Places
 from fastdeploy_rl.version import WeightVersion
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_BUCKET_BYTES = 8 << 20
 _SLICE_BYTES = 1 << 20
 """Longer rows are cut into slices of this size: the library brings as many at a time as it has connections."""
 _CALL_BYTES = 64 << 20
 """However large a bucket is: after each call the publisher hears of us, and it forgets who is silent."""
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
-"""Between attempts to find the publisher again: twice as long each time."""
-
-
-class Claim(Protocol):
-    """A connection to the publisher that holds a version until it is closed: transport/connection.py. OSError when
-    the publisher is not there (any more)."""
-
-    def open(self, deadline_ns: int) -> None: ...
-    def hold(self, file_digest: str, deadline_ns: int) -> None: ...
-    def places(self, deadline_ns: int) -> Places: ...
-    def cut(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Row(NamedTuple):
@@ -72,20 +58,18 @@ class Row(NamedTuple):
 def rows_of(ranges: Sequence[ByteRange], max_bytes: int) -> Iterator[Row]:
     """Every byte of every range once, in order, in rows of `max_bytes` at most; of a range without bytes a row
     without."""
-    for number, wanted in enumerate(ranges):
-        rows, stride, row_bytes = wanted.rows, wanted.stride, wanted.row_bytes
-        if rows == 1 or stride == row_bytes or not wanted.num_bytes:
-            rows, row_bytes = 1, wanted.num_bytes
-        for row in range(rows):
-            for start in range(0, row_bytes, max_bytes) or (0,):
-                num_bytes = min(max_bytes, row_bytes - start)
+    for number, each in enumerate(ranges):
+        wanted = each.joined() if each.num_bytes else each._replace(rows=1, row_bytes=0)
+        for row in range(wanted.rows):
+            for start in range(0, wanted.row_bytes, max_bytes) or (0,):
+                num_bytes = min(max_bytes, wanted.row_bytes - start)
                 yield Row(
                     number,
                     wanted.segment,
-                    wanted.offset + row * stride + start,
-                    wanted.target_offset + row * row_bytes + start,
+                    wanted.offset + row * wanted.stride + start,
+                    wanted.target_offset + row * wanted.row_bytes + start,
                     num_bytes,
-                    is_last=row == rows - 1 and start + num_bytes == row_bytes,
+                    is_last=row == wanted.rows - 1 and start + num_bytes == wanted.row_bytes,
                 )
 
 
@@ -110,8 +94,7 @@ def _check_ranges(ranges: Sequence[ByteRange], manifest: Manifest, target: Mappi
     for wanted in ranges:
         if min(wanted) < 0 or wanted.segment >= len(manifest.segments):
             raise ValueError(f"{wanted} is no range of {len(manifest.segments)} segments")
-        last = wanted.offset + max(0, wanted.rows - 1) * wanted.stride + wanted.row_bytes
-        if wanted.num_bytes and last > manifest.segments[wanted.segment].num_bytes:
+        if wanted.num_bytes and wanted.stop > manifest.segments[wanted.segment].num_bytes:
             raise ValueError(f"{wanted} leaves its segment")
         end = max(end, wanted.target_offset + wanted.num_bytes)
     if end > target.num_bytes:
@@ -168,7 +151,7 @@ class MooncakeTransport:
     def __init__(
         self,
         control: Transport,
-        connect: Callable[[], Claim],
+        connect: Callable[[], Connection],
         engines: _Engines,
         *,
         bucket_bytes: int,
@@ -250,10 +233,10 @@ class _Work(NamedTuple):
 class _Publisher:
     """Whom a version is held at, on one connection at a time. Used by the fetch's thread; any thread may `cut`."""
 
-    def __init__(self, offer: Offer, connect: Callable[[], Claim]) -> None:
+    def __init__(self, offer: Offer, connect: Callable[[], Connection]) -> None:
         self._offer = offer
         self._connect = connect
-        self._claim: Claim | None = None
+        self._claim: Connection | None = None
 
     def hold(self, deadline_ns: int) -> Places:
         """Anew, on a connection of its own: where the version lies. PeerLostError where nobody answers."""
@@ -387,6 +370,8 @@ class MooncakeFetch:
         view = memoryview(self._work.target)
         try:
             self._bring()
+            if self._call is not None:
+                error = LifecycleError(f"the fetch of version {self._work.offer.version} was closed")
         except BaseException as raised:  # `arrivals` raises it
             error = raised
         finally:
@@ -398,15 +383,15 @@ class MooncakeFetch:
 
     def _bring(self) -> None:
         """Until all is here, or somebody ends it; tries again where the publisher is lost, from where it stopped."""
-        pause_s = _FIRST_PAUSE_S
+        num_failures = 0
         while self._call is not None and not self._is_ending.is_set():
             self._check_time()
             before = self._num_bytes
             places = self._places or self._hold()
             if places is not None and self._try_to_pull(places):
                 return
-            pause_s = _FIRST_PAUSE_S if self._num_bytes > before else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._is_ending.wait(min(pause_s, self._left_s()))
+            num_failures = 1 if self._num_bytes > before else num_failures + 1
+            self._is_ending.wait(min(delay_s(num_failures), self._left_s()))
 
     def _hold(self) -> Places | None:
         try:
@@ -424,10 +409,12 @@ class MooncakeFetch:
         return True
 
     def _lost(self, error: PeerLostError) -> None:
-        is_news = str(error) != self._trouble
-        self._places, self._trouble = None, str(error)
-        if is_news and not self._is_ending.is_set():
-            _logger.warning("mooncake is interrupted: version=%s reason=%s", self._work.offer.version, error)
+        self._places = None
+        if str(error) == self._trouble or self._is_ending.is_set():
+            return
+        if self._left_s() or not self._trouble:  # who fails at the deadline fails for want of time
+            self._trouble = str(error)
+        _logger.warning("event=fetch_interrupted version=%s reason=%r", self._work.offer.version, str(error))
 
     def _pull(self, places: Places) -> None:
         engine = self._engines.take(self._work.deadline_ns)

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from fastdeploy_rl.errors import (
     AuthenticationError,
     ConfigurationError,
     FastDeployRLError,
+    LifecycleError,
     NoPublicationError,
     PeerLostError,
     TrainerError,
@@ -142,8 +144,9 @@ class PeerTransport:
             transport.trim()
 
     def close(self) -> None:
-        for transport in self._all():
-            transport.close()
+        with ExitStack() as closing:
+            for transport in self._all():
+                closing.callback(transport.close)
 
     def _all(self) -> list[Transport]:
         peers: list[Transport] = [rank for engine in self._engines for rank in engine.open_ranks()]
@@ -176,6 +179,7 @@ class PeerFetch:
         self._failures: list[str] = []
         self._origin, self._until_ns = _PEERS, deadline_ns
         self._num_bytes = {_PEERS: 0, _PUBLISHER: 0}
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -288,6 +292,8 @@ class PeerFetch:
             yield range(first + start, first + stop)
 
     def _fetch(self, transport: Transport, ranges: Sequence[ByteRange], target: Mapping) -> Iterator[Sequence[int]]:
+        if self._is_closed:
+            raise LifecycleError(f"the fetch of version {self._offer.version} was closed")
         self._current = transport.fetch(self._offer, ranges, target, deadline_ns=self._until_ns)
         try:
             yield from self._current.arrivals()
@@ -322,6 +328,7 @@ class PeerFetch:
             self._current = None
 
     def close(self) -> None:
+        self._is_closed = True
         self._close_current()
 
 

@@ -7,6 +7,7 @@ connection open between two questions, or two fetches.
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from fastdeploy_rl._native import Mapping
@@ -108,7 +109,8 @@ class TcpTransport:
         """Nothing is open between fetches."""
 
     def close(self) -> None:
+        """DeadlineExceededError where a fetch does not end; the others are closed then, and a later call goes on."""
         self._is_closed.set()
-        for fetch in self._fetches:
-            fetch.close()
-        self._fetches = []
+        with ExitStack() as closing:
+            for fetch in self._fetches:
+                closing.callback(fetch.close)

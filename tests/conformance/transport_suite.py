@@ -4,13 +4,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
+from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, NoPublicationError
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Transport
 from fastdeploy_rl.version import WeightVersion
@@ -274,6 +275,21 @@ class TransportSuite:
         target.close()  # would raise if anybody could still write there
         for step in (2, 3, 4):
             publisher.publish(weights(step), step=step)
+
+    def test_a_fetch_that_was_closed_is_not_taken_for_complete(
+        self, connect: Connect, publisher: WeightPublisher
+    ) -> None:
+        publisher.publish(weights(1), step=1)
+        transport = connect(500)
+        offer = transport.offer(None, deadline_ns=soon())
+        ranges = [rows_of_matrix(offer, row * 1024, start=row * 1024, row_bytes=1024, rows=1) for row in range(256)]
+        fetch = transport.fetch(offer, ranges, target_for(ranges), deadline_ns=soon())
+        arrivals = iter(fetch.arrivals())
+        told = list(next(arrivals))
+        fetch.close()
+        with suppress(LifecycleError):
+            told += [index for batch in arrivals for index in batch]
+            assert sorted(told) == list(range(256))  # it was faster than we were
 
     def test_closing_the_transport_ends_its_fetches(self, connect: Connect, publisher: WeightPublisher) -> None:
         publisher.publish(weights(1), step=1)

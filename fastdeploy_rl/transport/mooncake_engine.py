@@ -224,9 +224,9 @@ class MooncakeEngine:
         engine = cls(raw, settings, patience_s)
         if settings.protocol == "tcp":
             _logger.warning(
-                "mooncake listens on every interface, without authentication: session=%s hint=%s",
+                "event=open_weights session=%s reason='mooncake listens on every interface, without authentication: "
+                "whoever reaches it can read what is registered; keep it in a network of your own'",
                 engine.session,
-                "whoever reaches it can read what is registered; keep it in a network of your own",
             )
         return engine
 

@@ -153,7 +153,7 @@ class MooncakeExporter:
         # The library checks an address when a transfer begins, and never again: only its end ends what is under way.
         with self._lock:
             if export.take_back(self._serving):
-                _logger.info("mooncake is started anew: cut=%s", export.session)
+                _logger.info("event=cut_off session=%s", export.session)
                 self._end()
 
     def close(self) -> None:

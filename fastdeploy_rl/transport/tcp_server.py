@@ -93,7 +93,7 @@ class TcpServer:
         self._listener = _listening(*self._place)
         self._is_ending.clear()
         if self.secret is None and not ipaddress.ip_address(self._listener.getsockname()[0]).is_loopback:
-            _log.warning("event=open_weights address=%s reason=no secret: all who reach it may read", self.address)
+            _log.warning("event=open_weights address=%s reason='no secret: all who reach it may read'", self.address)
         self._acceptor = threading.Thread(target=self._accept, name="fastdeploy_rl_accept", daemon=True)
         self._acceptor.start()
 

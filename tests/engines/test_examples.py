@@ -26,9 +26,11 @@ def _run(name: str, *options: str) -> str:
     return done.stdout
 
 
-def test_the_numpy_trainer_starts_an_engine_and_every_version_is_verified(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_strategy", ["ipc", "ipc_snapshot", "rsync"])
+def test_the_numpy_trainer_starts_an_engine_and_every_version_is_verified(tmp_path: Path, load_strategy: str) -> None:
     model = write_tiny_llama(tmp_path / "model")
     options = ["--model", str(model), "--ipc-dir", str(tmp_path / "channel"), "--ranks", "2", "--steps", "2"]
+    options += ["--load-strategy", load_strategy]
     lines = _run("numpy_trainer.py", *options).splitlines()
     assert [line for line in lines if line.startswith("version")] == [
         "version 1.1: 0 MB live and verified",

@@ -12,6 +12,7 @@ from fastdeploy_rl import errors, lifecycle, manifest
 from fastdeploy_rl.cli.dispatch import VERBS
 from fastdeploy_rl.config import APPLY_MODES, ROLLBACKS
 from fastdeploy_rl.coverage import Coverage
+from fastdeploy_rl.sources import registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,6 +35,24 @@ def test_every_link_of_readme_and_docs_leads_somewhere() -> None:
     for page in PAGES:
         targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
         assert [target for target in targets if not (page.parent / target).exists()] == [], page
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_into_a_page_names_one_of_its_headings() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+        targets = [((page.parent / file).resolve() if file else page, anchor) for file, anchor in links]
+        assert [f"{file.name}#{anchor}" for file, anchor in targets if anchor not in anchors(file)] == [], page
+
+
+def test_the_strategies_page_tells_every_load_strategy() -> None:
+    page = (DOCS / "strategies.md").read_text()
+    assert [name for name in registry.load_strategies() if f"| `{name}`" not in page] == []
 
 
 def test_the_index_lists_every_page() -> None:

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from fastdeploy_rl.errors import ConfigurationError
 
-_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253})):([0-9]{1,5})", re.ASCII)
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+_NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"  # others are no names for the resolver either
+_ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]{{2,45}})\]|({_NAME})):([0-9]{{1,5}})", re.ASCII)
 _MAX_PORT = 65535
 
 

@@ -180,6 +180,7 @@ def test_what_is_no_secret_file_is_refused_at_once(tmp_path: Path) -> None:
         ("127.0.0.1:80", Address("127.0.0.1", 80)),
         ("trainer-0.local:65535", Address("trainer-0.local", 65535)),
         ("[::1]:1", Address("::1", 1)),
+        ("a" * 63 + ".b.:1", Address("a" * 63 + ".b.", 1)),
     ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, address: Address) -> None:
@@ -188,7 +189,11 @@ def test_an_address_is_a_host_and_a_port(text: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:", ":80", "host:0", "host:65536", "::1:80", "a b:80", "h:8\n", "h:٣"]
+    "text",
+    [
+        *("", "host", "host:", ":80", "host:0", "host:65536", "::1:80", "a b:80", "h:8\n", "h:٣"),
+        *(".a:80", "a..b:80", "a" * 64 + ":80", "a." * 127 + ":80"),
+    ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="an address is"):

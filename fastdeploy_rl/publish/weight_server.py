@@ -179,10 +179,9 @@ class ChannelShelf:
         self._readers: list[ChannelReader] = []
         self._open: dict[str, _OpenVersion] = {}
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         deadline_ns = time.monotonic_ns() + int(self._deadlines.resolve_s * 1e9)
-        resolved = self._source.resolve(version, deadline_ns=deadline_ns)
-        return resolved.version, manifests.encode(resolved.manifest)
+        return manifests.encode(self._source.resolve(version, deadline_ns=deadline_ns).manifest)
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "ShelvedLease":
         """`on_withdraw` is never called: a lease keeps the memory for as long as it is held."""

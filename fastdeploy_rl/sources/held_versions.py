@@ -83,7 +83,7 @@ class HeldVersions:
         with self._lock:
             self._versions = [version for version in self._versions if version not in leaving]
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         with self._lock:
             here = {each.offer.version: each for each in self._versions if not each.is_withdrawn}
         if not here:
@@ -91,7 +91,7 @@ class HeldVersions:
         wanted = max(here) if version is None else version
         if wanted not in here:
             raise NoPublicationError(f"version {wanted} is not to be had: this rank has {max(here)}")
-        return wanted, here[wanted].manifest_bytes
+        return here[wanted].manifest_bytes
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> HeldReader:
         with self._lock:

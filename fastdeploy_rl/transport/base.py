@@ -95,8 +95,8 @@ class ShelvedVersion(Protocol):
 class Shelf(Protocol):
     """What a server has to give. Called from the server's threads."""
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
-        """That version or the newest, with its manifest's canonical bytes. NoPublicationError as Transport.offer."""
+    def offer(self, version: WeightVersion | None) -> bytes:
+        """That version's manifest, or the newest's, in its canonical bytes. NoPublicationError as Transport.offer."""
         ...
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> ShelvedVersion:

@@ -15,7 +15,7 @@ from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport import wire
 from fastdeploy_rl.transport.address import Address, parse_address
 from fastdeploy_rl.transport.base import Offer
-from fastdeploy_rl.transport.link import Link, sooner
+from fastdeploy_rl.transport.link import Link, ns, sooner
 from fastdeploy_rl.version import WeightVersion
 
 Server = str | Callable[[], str]
@@ -41,8 +41,8 @@ class Connection:
     def open(self, deadline_ns: int) -> None:
         """AuthenticationError where the server, or this client, cannot prove the secret that the other one has."""
         self._address = self._found()
-        self._connect(self._address, sooner(deadline_ns, _ns(self._deadlines.connect_s)))
-        self._greet(sooner(deadline_ns, _ns(self._deadlines.greet_s)))
+        self._connect(self._address, sooner(deadline_ns, ns(self._deadlines.connect_s)))
+        self._greet(sooner(deadline_ns, ns(self._deadlines.greet_s)))
 
     def __str__(self) -> str:
         """Where it leads, for messages."""
@@ -137,10 +137,10 @@ class Connection:
 
     def receive_into(self, target: memoryview, deadline_ns: int) -> int:
         """At least one byte of what `read` asked for; returns how many."""
-        return self._open_link.receive_into(target, sooner(deadline_ns, _ns(self._deadlines.stall_s)))
+        return self._open_link.receive_into(target, sooner(deadline_ns, ns(self._deadlines.stall_s)))
 
     def _answer(self, max_bytes: int, deadline_ns: int) -> wire.Message:
-        return self._open_link.receive(max_bytes, deadline_ns, _ns(self._deadlines.stall_s))
+        return self._open_link.receive(max_bytes, deadline_ns, ns(self._deadlines.stall_s))
 
     @property
     def _open_link(self) -> Link:
@@ -162,7 +162,3 @@ class Connection:
             self._is_cut = True
             if self._link is not None:
                 self._link.close()
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)

@@ -107,6 +107,10 @@ class Link:
             self._socket.close()
 
 
+def ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
 def sooner(deadline_ns: int, from_now_ns: int | None) -> int:
     """The deadline, or so long from now where that is earlier."""
     return deadline_ns if from_now_ns is None else min(deadline_ns, time.monotonic_ns() + from_now_ns)

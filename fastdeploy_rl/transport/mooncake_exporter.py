@@ -194,7 +194,7 @@ class ExportingShelf:
         self._shelf = shelf
         self._exporter = exporter
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         return self._shelf.offer(version)
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "ExportedVersion":

@@ -34,7 +34,7 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.transport import wire
 from fastdeploy_rl.transport.address import Address
 from fastdeploy_rl.transport.base import Run, Shelf, ShelvedVersion
-from fastdeploy_rl.transport.link import Link
+from fastdeploy_rl.transport.link import Link, ns
 from fastdeploy_rl.transport.outgoing import Outgoing
 from fastdeploy_rl.transport.secret import checked_secret
 from fastdeploy_rl.version import WeightVersion
@@ -194,7 +194,7 @@ class _Connection:
         """Instead of a thread's life: one small message, which a new socket always has room for."""
         error = OverloadedError(f"this weight server has {MAX_CONNECTIONS} clients already; come back later")
         with contextlib.suppress(OSError):
-            self._link.send(wire.failed(error), time.monotonic_ns() + _ns(_LOOK_AGAIN_S))
+            self._link.send(wire.failed(error), _in(_LOOK_AGAIN_S))
         self._link.close()
 
     def _run(self) -> None:
@@ -248,14 +248,14 @@ class _Connection:
             self._reply(wire.failed(error))
 
     def _reply(self, message: wire.Message) -> None:
-        self._link.send(message, _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s))
+        self._link.send(message, _in(self._deadlines.reply_s), ns(self._deadlines.stall_s))
 
     def _offered(self, text: str) -> bytes:
         try:
             version = WeightVersion.parse(text) if text else None
         except VersionFormatError as error:
             raise PeerLostError(f"the client asks for {text!r}") from error
-        return self._server.shelf.offer(version)[1]
+        return self._server.shelf.offer(version)
 
     def _hold(self, file_digest: str) -> None:
         if self._held is not None and self._held[0] == file_digest and not self._is_withdrawn:
@@ -297,7 +297,7 @@ class _Connection:
 
     def _send(self, runs: Sequence[Run]) -> None:
         num_bytes = _num_bytes(runs)
-        deadline_ns, stall_ns = _in(self._deadlines.reply_s), _ns(self._deadlines.stall_s)
+        deadline_ns, stall_ns = _in(self._deadlines.reply_s), ns(self._deadlines.stall_s)
         with self._reading:
             if self._is_withdrawn:
                 raise ConnectionAbortedError("the version was withdrawn")
@@ -329,8 +329,4 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _in(seconds: float) -> int:
-    return time.monotonic_ns() + _ns(seconds)
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)
+    return time.monotonic_ns() + ns(seconds)

@@ -542,7 +542,7 @@ class LendingShelf:
         self.segment = SharedSegment.create(f"fastdeploy_rl-test-{os.getpid()}", 4096)
         self._on_withdraw: list[Callable[[], None]] = []
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         raise NotImplementedError
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "Lent":

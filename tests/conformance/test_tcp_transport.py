@@ -206,7 +206,7 @@ class BusyForAWhile(Shelf):
         self._num_refusals = num_refusals
         self.num_asks = 0
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         self.num_asks += 1
         if self.num_asks <= self._num_refusals:
             raise OverloadedError("as many clients as it takes")
@@ -552,7 +552,7 @@ class OneVersion:
         self.withdraw: Callable[[], None] | None = None
         self.is_let_go = threading.Event()
 
-    def offer(self, version: WeightVersion | None) -> tuple[WeightVersion, bytes]:
+    def offer(self, version: WeightVersion | None) -> bytes:
         raise NoPublicationError("offers nothing")
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "OneVersion":

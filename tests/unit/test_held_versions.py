@@ -198,8 +198,8 @@ def never() -> None:
 def test_the_newest_is_offered_and_an_older_one_by_name(shelf: HeldVersions) -> None:
     for step in (2, 3, 1):
         shelf.hold(offer_of(step), WHOLE, fetched(WHOLE))
-    assert shelf.offer(None) == (WeightVersion(1, 3), manifests.encode(manifest_of(3)))
-    assert shelf.offer(WeightVersion(1, 1)) == (WeightVersion(1, 1), manifests.encode(manifest_of(1)))
+    assert shelf.offer(None) == manifests.encode(manifest_of(3))
+    assert shelf.offer(WeightVersion(1, 1)) == manifests.encode(manifest_of(1))
     with pytest.raises(NoPublicationError, match=r"1\.9 is not to be had.*1\.3"):
         shelf.offer(WeightVersion(1, 9))
 

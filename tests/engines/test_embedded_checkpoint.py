@@ -247,18 +247,19 @@ def test_tied_head_is_compared_where_this_rank_has_it(directory: Path) -> None:
         ({LAYER: "/etc/model.safetensors"}, r"expected the name of a \.safetensors file"),
         ({LAYER: ".."}, r"expected the name of a \.safetensors file"),
         ({LAYER: "config.json"}, r"expected the name of a \.safetensors file"),
-        ({LAYER: 7}, r"expected the name of a \.safetensors file in this directory, got 7"),
+        ({LAYER: 7}, "no index of a checkpoint: Expected `str`, got `int`"),
         ({LAYER: "gone.safetensors", "odd": "model.safetensors"}, "gone.safetensors: No such file, but .*index.json"),
-        ({LAYER: "pipe.safetensors", "odd": "model.safetensors"}, "pipe.safetensors: not a regular file"),
+        ({LAYER: "a pipe.safetensors", "odd": "model.safetensors"}, "a pipe.safetensors: no regular file"),
         ({LAYER: "model.safetensors"}, "is here, but model.safetensors.index.json does not name it"),
         ({LAYER: "other.safetensors"}, "model.safetensors and model.safetensors.index.json are both here"),
         ({"odd": "model.safetensors"}, "tensor odd is missing"),
-        ([], "weight_map: expected an object"),
+        ([], "no index of a checkpoint: Expected `object`, got `array`"),
+        ({}, "weight_map names no tensor"),
     ],
 )
 def test_broken_index_is_named(directory: Path, weight_map: object, message: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    os.mkfifo(directory / "pipe.safetensors")
+    os.mkfifo(directory / "a pipe.safetensors")
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(directory)
 
@@ -267,7 +268,7 @@ def test_broken_index_is_named(directory: Path, weight_map: object, message: str
 def test_a_pipe_in_a_files_place_is_not_waited_for(directory: Path, name: str) -> None:
     (directory / name).unlink(missing_ok=True)
     os.mkfifo(directory / name)
-    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+    with pytest.raises(CheckpointError, match=f"{name}: no regular file"):
         Checkpoint.open(directory)
 
 

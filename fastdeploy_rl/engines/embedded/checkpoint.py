@@ -25,14 +25,19 @@ from fastdeploy_rl.engines.embedded.model_config import (
     EMBEDDING,
     HEAD,
     ModelConfig,
-    check_regular,
     local_shape,
     parameter_specs,
     read_config,
-    read_json,
 )
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.manifest import aligned
+from fastdeploy_rl.memory.checkpoint_files import (
+    INDEX_FILE,
+    UNUSED_SUFFIX,
+    WEIGHTS_FILE,
+    CheckpointFiles,
+    find_checkpoint_files,
+)
 from fastdeploy_rl.memory.file_map import FileMap, HeaderEntry, encode_header
 from fastdeploy_rl.memory.tensor_view import TensorView
 
@@ -40,8 +45,6 @@ _log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -115,7 +118,7 @@ class Checkpoint:
     def _check_tensors(self) -> None:
         expected = {spec.name: spec for spec in self.specs}
         missing = [spec.name for spec in self._stored_specs(1) if spec.name not in self.files]
-        surplus = [name for name in self.files if name not in expected and not name.endswith(".rotary_emb.inv_freq")]
+        surplus = [name for name in self.files if name not in expected and not name.endswith(UNUSED_SUFFIX)]
         if missing or surplus:
             raise CheckpointError(
                 f"{self.directory}: not the tensors of the model in config.json: "
@@ -193,68 +196,20 @@ def _place(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorView]:
 
 def _map_files(directory: Path) -> dict[str, FileMap]:
     """Tensor name -> the file that has it, by the index where there is one."""
-    index = directory / INDEX_FILE
-    if not index.exists():
-        file = _open_file(directory / WEIGHTS_FILE)
-        return dict.fromkeys(file.tensors, file)
-    shards = _shards(index)
-    _look_for_other_files(index, set(shards.values()))
-    opened = {shard: _open_shard(index, shard) for shard in sorted(set(shards.values()))}
-    for name, shard in shards.items():
-        if name not in opened[shard].tensors:
-            raise CheckpointError(f"{directory / shard}: tensor {name} is missing, {INDEX_FILE} says that it is here")
-    for shard, file in opened.items():
-        _check_shard(file, {name for name, its_shard in shards.items() if its_shard == shard}, shards)
-    return {name: opened[shard] for name, shard in shards.items()}
+    found = find_checkpoint_files(directory)
+    if found is None:
+        raise CheckpointError(f"{directory / WEIGHTS_FILE}: No such file, and no {INDEX_FILE}; get the checkpoint")
+    if found.index:
+        _tell_of_other_files(found)
+    files = [found.open(name) for name in found.names]
+    return {name: file for file in files for name in file.tensors}
 
 
-def _open_file(path: Path) -> FileMap:
-    check_regular(path)
-    return FileMap.open(path)
-
-
-def _open_shard(index: Path, shard: str) -> FileMap:
-    path = index.with_name(shard)
-    if not path.exists():
-        raise CheckpointError(
-            f"{path}: No such file, but {INDEX_FILE} names it; the checkpoint is incomplete, get it again"
-        )
-    return _open_file(path)
-
-
-def _check_shard(file: FileMap, expected: set[str], shards: Mapping[str, str]) -> None:
-    """No tensor that the index places elsewhere, or nowhere: which of two would count, nobody could say."""
-    for name in file.tensors.keys() - expected:
-        where = (
-            f"{INDEX_FILE} says that it is in {shards[name]}" if name in shards else f"{INDEX_FILE} does not name it"
-        )
-        raise CheckpointError(f"{file.path}: tensor {name} is here, but {where}; files of two checkpoints are mixed")
-
-
-def _look_for_other_files(index: Path, shards: set[str]) -> None:
-    """Weights beside those of the index: `model.safetensors` would be read instead of them elsewhere; others are
-    said and not read."""
-    unused = sorted(path.name for path in index.parent.glob("*.safetensors") if path.name not in shards)
-    if WEIGHTS_FILE in unused:
-        raise CheckpointError(
-            f"{index.parent}: {WEIGHTS_FILE} and {INDEX_FILE} are both here, and the index does not name the file; "
-            f"remove the one that is not meant"
-        )
+def _tell_of_other_files(files: CheckpointFiles) -> None:
+    """Weights beside those of the index are said and not read."""
+    unused = sorted(path.name for path in files.directory.glob("*.safetensors") if path.name not in files.names)
     if unused:
-        _log.warning("fault=unused_weights directory=%s files=%s", index.parent, _listed(unused))
-
-
-def _shards(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: weight_map: expected an object, got {type(weight_map).__name__}")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: weight_map: {name}: expected the name of a .safetensors file in this directory, "
-                f"got {shard!r:.200}"
-            )
-    return weight_map
+        _log.warning("fault=unused_weights directory=%s files=%s", files.directory, _listed(unused))
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError
+from fastdeploy_rl.memory.regular_file import read_regular
 from fastdeploy_rl.plan.llama import shard_axis
 
 MAX_FILE_BYTES = 64 << 20
@@ -113,21 +114,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_bounded(path: Path) -> bytes:
     """A small file of a model directory, whole; CheckpointError when it is missing, no regular file or larger than
     MAX_FILE_BYTES."""
-    check_regular(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        return read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; the model directory is incomplete") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_FILE_BYTES} bytes")
-    return data
-
-
-def check_regular(path: Path) -> None:
-    """CheckpointError for what is there and no file: a pipe would be waited for without an end."""
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path}: not a regular file")
+        raise CheckpointError(f"{path}: {error.strerror}; get the model directory again") from error
 
 
 def parameter_specs(config: ModelConfig, num_ranks: int = 1) -> tuple[ParameterSpec, ...]:

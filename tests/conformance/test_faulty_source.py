@@ -16,17 +16,6 @@ from fastdeploy_rl.testing import Corrupt, Delay, Fail, FaultySource, Vanish
 
 
 @pytest.fixture
-def channel(tmp_path: Path) -> Path:
-    return tmp_path / "channel"
-
-
-@pytest.fixture
-def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel, max_arenas=2) as publisher:
-        yield publisher
-
-
-@pytest.fixture
 def source(channel: Path) -> Iterator[FaultySource]:
     source = FaultySource(IpcSource(SourceConfig(channel)))
     yield source

@@ -25,17 +25,6 @@ from fastdeploy_rl.version import WeightVersion
 
 
 @pytest.fixture
-def channel(tmp_path: Path) -> Path:
-    return tmp_path / "channel"
-
-
-@pytest.fixture
-def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel, max_arenas=2) as publisher:
-        yield publisher
-
-
-@pytest.fixture
 def source(channel: Path) -> Iterator[IpcSource]:
     source = registry.create("ipc", SourceConfig(channel))
     assert isinstance(source, IpcSource)

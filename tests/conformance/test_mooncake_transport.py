@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from source_suite import SourceSuite, arrived, plan_of, weights
-from transport_suite import Connect, TransportSuite
+from transport_suite import Connect, TransportSuite, fetched
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
@@ -103,12 +103,6 @@ def scene(
         shelf.close()
 
 
-def fetched(fetch: Fetch) -> list[int]:
-    indices = [index for batch in fetch.arrivals() for index in batch]
-    fetch.close()
-    return indices
-
-
 def published(offer: Offer, wanted: ByteRange) -> bytes:
     """As it lies in shared memory, read without any of the code under test."""
     with open(f"/dev/shm/{offer.manifest.segments[wanted.segment].locator}", "rb") as file:
@@ -178,21 +172,16 @@ class _MooncakeSuite(TransportSuite):
     """Fixtures to provide: `library`, `settings`, and `exporter`."""
 
     @pytest.fixture
-    def publisher(self, tmp_path: Path) -> Iterator[WeightPublisher]:
-        with WeightPublisher(tmp_path / "channel", max_arenas=2) as publisher:
-            yield publisher
-
-    @pytest.fixture
     def connect(
         self,
-        tmp_path: Path,
+        channel: Path,
         publisher: WeightPublisher,
         library: Library,
         settings: MooncakeSettings,
         exporter: MooncakeExporter,
     ) -> Iterator[Connect]:
         with ExitStack() as stack:
-            address = stack.enter_context(served(tmp_path / "channel", exporter))
+            address = stack.enter_context(served(channel, exporter))
 
             def connect(bucket_bytes: int) -> MooncakeTransport:
                 transport = MooncakeTransport.open(address, settings, library=library, bucket_bytes=bucket_bytes)
@@ -238,17 +227,12 @@ class TestMooncakeSource(SourceSuite):
     OWNS_MEMORY = True
 
     @pytest.fixture
-    def publisher(self, tmp_path: Path) -> Iterator[WeightPublisher]:
-        with WeightPublisher(tmp_path / "channel", max_arenas=2) as publisher:
-            yield publisher
-
-    @pytest.fixture
-    def source(self, tmp_path: Path, infiniband_dir: Path, publisher: WeightPublisher) -> Iterator[WeightSource]:
+    def source(self, channel: Path, infiniband_dir: Path, publisher: WeightPublisher) -> Iterator[WeightSource]:
         fake, settings = FakeMooncake(), MooncakeSettings("rdma", infiniband_dir=infiniband_dir)
         exporter = MooncakeExporter.open(settings, library=fake)
-        with served(tmp_path / "channel", exporter) as address:
+        with served(channel, exporter) as address:
             transport = MooncakeTransport.open(address, settings, library=fake, bucket_bytes=48)
-            source = FetchingSource(transport, SourceConfig(tmp_path / "channel"))
+            source = FetchingSource(transport, SourceConfig(channel))
             yield source
             source.close()
         exporter.close()
@@ -357,15 +341,24 @@ def test_after_a_failed_call_nobody_writes_into_memory_that_is_given_back(tmp_pa
         assert target.num_exports == 0
 
 
+def test_a_call_that_does_not_return_is_waited_for_until_the_deadline(tmp_path: Path, infiniband_dir: Path) -> None:
+    fake = FakeMooncake()
+    with fake_scene(tmp_path, fake, infiniband_dir) as here, fake.stalled():
+        fetch = here.fetch(RANGES, Mapping.private(TARGET_BYTES), 0.2)
+        with pytest.raises(DeadlineExceededError, match=r"version 1\.1 over mooncake .* 0 bytes have come"):
+            list(fetch.arrivals())
+        fake.lift()
+        await_true(lambda: closes(fetch))
+
+
 def test_a_call_that_does_not_return_keeps_the_memory_until_it_does(tmp_path: Path, infiniband_dir: Path) -> None:
     fake = FakeMooncake()
     target = Mapping.private(TARGET_BYTES)
     deadlines = Deadlines(let_go_s=0.1)
     with fake_scene(tmp_path, fake, infiniband_dir, deadlines=deadlines) as here:
-        with fake.stalled():
-            fetch = here.fetch(RANGES, target, 0.3)
-            with pytest.raises(DeadlineExceededError, match=r"version 1\.1 over mooncake .* 0 bytes have come"):
-                fetched(fetch)
+        with fake.stalled() as is_stalled:
+            fetch = here.fetch(RANGES, target)
+            assert is_stalled.wait(SOON_S)
             with pytest.raises(SegmentError, match=r"has not returned .* stay held"):
                 fetch.close()
             with pytest.raises(SegmentError):

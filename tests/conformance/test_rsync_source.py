@@ -44,17 +44,6 @@ DELIVERIES = {
 
 
 @pytest.fixture
-def channel(tmp_path: Path) -> Path:
-    return tmp_path / "channel"
-
-
-@pytest.fixture
-def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel, max_arenas=2) as publisher:
-        yield publisher
-
-
-@pytest.fixture
 def transport(channel: Path) -> MemoryTransport:
     return MemoryTransport(channel)
 

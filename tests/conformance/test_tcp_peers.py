@@ -26,17 +26,6 @@ from fastdeploy_rl.transport.tcp_server import TcpServer
 SECRET = b"sixteen bytes, or more"
 
 
-@pytest.fixture
-def channel(tmp_path: Path) -> Path:
-    return tmp_path / "channel"
-
-
-@pytest.fixture
-def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel, max_arenas=2) as publisher:
-        yield publisher
-
-
 def peers_at(
     *addresses: str, rank: int = 0, bucket_bytes: int = 1 << 20, secret: bytes | None = None
 ) -> list[PeerEngine]:

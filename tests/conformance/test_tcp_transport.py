@@ -44,17 +44,6 @@ HASTY = Deadlines(greet_s=0.2, stall_s=0.2, idle_s=0.2)
 
 
 @pytest.fixture
-def channel(tmp_path: Path) -> Path:
-    return tmp_path / "channel"
-
-
-@pytest.fixture
-def publisher(channel: Path) -> Iterator[WeightPublisher]:
-    with WeightPublisher(channel, max_arenas=2) as publisher:
-        yield publisher
-
-
-@pytest.fixture
 def server(channel: Path, publisher: WeightPublisher) -> Iterator[WeightServer]:
     with WeightServer(channel) as server:
         yield server

@@ -31,6 +31,8 @@ _CHUNK_BYTES = 8 << 20
 """One thread's next piece of work: small against a tensor, large against a system call."""
 _MAX_GAP_BYTES = 16 << 10
 """Between rows: reading more than that for nothing takes longer than another system call."""
+_MAX_REMEMBERED = 4
+"""Offers: a version is resolved shortly before it is staged."""
 
 
 class FileIdentity(NamedTuple):
@@ -72,19 +74,24 @@ class FileTransport:
         self._find = find
         self._num_threads = num_threads
         self._offered: dict[str, OfferedFiles] = {}
+        self._lock = threading.Lock()
         self._fetches: list[FileFetch] = []
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
         if time.monotonic_ns() >= deadline_ns:
             raise DeadlineExceededError("no time left to look for files")
         found = self._find(version, deadline_ns)
-        self._offered = {found.offer.file_digest: found, **self._offered}
-        for digest in list(self._offered)[_MAX_REMEMBERED:]:
+        digest = found.offer.file_digest
+        with self._lock:
             self._offered.pop(digest, None)
+            self._offered[digest] = found
+            if len(self._offered) > _MAX_REMEMBERED:
+                del self._offered[next(iter(self._offered))]
         return found.offer
 
     def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "FileFetch":
-        known = self._offered.get(offer.file_digest)
+        with self._lock:
+            known = self._offered.get(offer.file_digest)
         if known is None:
             raise NoPublicationError(f"version {offer.version} is not to be had any more; update again")
         fetch = FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
@@ -100,10 +107,6 @@ class FileTransport:
         self._fetches, self._offered = [], {}
 
 
-_MAX_REMEMBERED = 4
-"""Offers: a version is resolved shortly before it is staged."""
-
-
 class _Chunk(NamedTuple):
     """Rows of a range, or a piece of its only row, that one thread reads in one go. `number`: of the range."""
 
@@ -117,7 +120,8 @@ class _Chunk(NamedTuple):
 
 
 class FileFetch:
-    """Ranges on their way out of files. The threads end with `close`."""
+    """Ranges on their way out of files. The threads end with `close`, which waits for the pieces that are being read:
+    nothing can interrupt a disk, and they are read into `target`."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Owns whom a rank asks, in which order, and who is not asked again. Refuses to know the wire. Invariant: a peer that
 refused or failed is asked for nothing more in that fetch, and what it had not sent is asked of the next one. However
-slow a peer is, half of the time is left when it is given up, where there is a publisher to ask.
+slow a peer is, half of the time that it was asked with is left when it is given up.
 """
 
 import logging
@@ -17,7 +17,6 @@ from fastdeploy_rl._native import Mapping, Region, transfer
 from fastdeploy_rl.errors import (
     AuthenticationError,
     ConfigurationError,
-    FastDeployRLError,
     LifecycleError,
     NoPublicationError,
     PeerLostError,
@@ -94,7 +93,7 @@ class PeerEngine:
 class PeerTransport:
     """A Transport that asks peers before it asks the publisher, which need not be there."""
 
-    def __init__(self, publisher: Transport | None, engines: Sequence[PeerEngine], own_rank: int) -> None:
+    def __init__(self, publisher: Transport, engines: Sequence[PeerEngine], own_rank: int) -> None:
         self._publisher = publisher
         self._engines = engines
         self._own_rank = own_rank
@@ -102,25 +101,21 @@ class PeerTransport:
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
         """The publisher's where it has one and answers; else the newest of the peers'."""
-        failures: list[FastDeployRLError] = []
-        if self._publisher is not None:
-            try:
-                return self._publisher.offer(version, deadline_ns=_soon(deadline_ns))
-            except AuthenticationError:
-                raise  # it is there, and a wrong secret is nothing that peers should hide
-            except _FAILURES as error:
-                failures.append(error)
+        try:
+            return self._publisher.offer(version, deadline_ns=_soon(deadline_ns))
+        except AuthenticationError:
+            raise  # it is there, and a wrong secret is nothing that peers should hide
+        except _FAILURES as error:
+            _log_left_out("publisher", version, error)
         offers = []
         for engine in self._engines:
             try:
                 offers.append(engine.offer(version, deadline_ns=_soon(deadline_ns)))
             except _FAILURES as error:
-                failures.append(error)
+                _log_left_out(engine.name, version, error)
         if offers:
             return max(offers, key=lambda offer: offer.version)
-        if self._publisher is not None:
-            return self._publisher.offer(version, deadline_ns=deadline_ns)
-        raise next((error for error in failures if isinstance(error, NoPublicationError)), failures[0])
+        return self._publisher.offer(version, deadline_ns=deadline_ns)
 
     def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "PeerFetch":
         """What is fetched a second time in a row comes from the publisher, where it still has it: a peer may have been
@@ -131,8 +126,6 @@ class PeerTransport:
         return PeerFetch(self._publisher, engines, self._own_rank, offer, ranges, target, deadline_ns)
 
     def _is_published(self, offer: Offer, deadline_ns: int) -> bool:
-        if self._publisher is None:
-            return False
         try:
             found = self._publisher.offer(offer.version, deadline_ns=_soon(deadline_ns))
         except _FAILURES:
@@ -149,8 +142,7 @@ class PeerTransport:
                 closing.callback(transport.close)
 
     def _all(self) -> list[Transport]:
-        peers: list[Transport] = [rank for engine in self._engines for rank in engine.open_ranks()]
-        return peers if self._publisher is None else [*peers, self._publisher]
+        return [*(rank for engine in self._engines for rank in engine.open_ranks()), self._publisher]
 
 
 class PeerFetch:
@@ -158,7 +150,7 @@ class PeerFetch:
 
     def __init__(
         self,
-        publisher: Transport | None,
+        publisher: Transport,
         engines: Sequence[PeerEngine],
         own_rank: int,
         offer: Offer,
@@ -176,7 +168,6 @@ class PeerFetch:
         self._num_missing = [each.num_bytes for each in ranges]
         self._refusing: set[PeerEngine] = set()
         self._current: Fetch | None = None
-        self._failures: list[str] = []
         self._origin, self._until_ns = _PEERS, deadline_ns
         self._num_bytes = {_PEERS: 0, _PUBLISHER: 0}
         self._is_closed = False
@@ -216,7 +207,7 @@ class PeerFetch:
         try:
             return engine.other_ranks(deadline_ns=_soon(self._deadline_ns))
         except _FAILURES as error:
-            self._note_failure(engine.name, error)
+            _log_left_out(engine.name, self._offer.version, error)
             return []
 
     def _from_peer(self, engine: PeerEngine, number: int) -> Iterator[Sequence[int]]:
@@ -226,10 +217,10 @@ class PeerFetch:
             cut = HeldBytes(holdings, self._offer.manifest.segments).cut(self._missing)
             if cut.held:
                 self._missing = cut.missing
-                self._until_ns = self._deadline_ns if self._publisher is None else _share(self._deadline_ns, 2)
+                self._until_ns = _share(self._deadline_ns, 2)
                 yield from self._bring(peer, cut.held)
         except (*_FAILURES, ValueError) as error:
-            self._note_failure(name, error)
+            _log_left_out(name, self._offer.version, error)
         finally:
             self._close_current()  # if it could not be before: nobody else is asked while it may still write
 
@@ -243,12 +234,6 @@ class PeerFetch:
     def _from_publisher(self) -> Iterator[Sequence[int]]:
         if not self._missing:
             return
-        if self._publisher is None:
-            num_bytes = sum(piece.range.num_bytes for piece in self._missing)
-            raise NoPublicationError(
-                f"{num_bytes} bytes of version {self._offer.version} are held by no peer "
-                f"({'; '.join(self._failures) or 'all answered'}), and no publisher's address is configured"
-            )
         self._origin, self._until_ns = _PUBLISHER, self._deadline_ns
         pieces, self._missing = self._missing, []
         yield from self._bring(self._publisher, pieces)
@@ -309,17 +294,6 @@ class PeerFetch:
                 complete.append(piece.number)
         return complete
 
-    def _note_failure(self, name: str, error: Exception) -> None:
-        self._failures.append(f"{name}: {error}")
-        # Peers that have not got that far are no news: all of a fleet may go to a new version at once.
-        _logger.log(
-            logging.INFO if isinstance(error, NoPublicationError) else logging.WARNING,
-            "event=peer_left_out peer=%s version=%s reason=%r",
-            name,
-            self._offer.version,
-            f"{type(error).__name__}: {error}",
-        )
-
     def _close_current(self) -> None:
         """Nobody writes into the target any more. What cannot be closed stays for a later call."""
         if self._current is not None:
@@ -330,6 +304,17 @@ class PeerFetch:
     def close(self) -> None:
         self._is_closed = True
         self._close_current()
+
+
+def _log_left_out(name: str, version: WeightVersion | None, error: Exception) -> None:
+    # Peers that have not got that far are no news: all of a fleet may go to a new version at once.
+    _logger.log(
+        logging.INFO if isinstance(error, NoPublicationError) else logging.WARNING,
+        "event=left_out peer=%s version=%s reason=%r",
+        name,
+        version or "newest",
+        f"{type(error).__name__}: {error}",
+    )
 
 
 def _rounds(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:

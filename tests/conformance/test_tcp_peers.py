@@ -177,7 +177,5 @@ def test_a_peer_with_another_secret_is_left_out(scene: Scene) -> None:
         transport.close()
         assert_landed(target, weights(1), scene.offer, ranges)
         assert scene.server.num_payload_bytes == 2 * num_sent
-        alone = PeerTransport(None, peers_at(server.address), 0)
         with pytest.raises(AuthenticationError, match="wants a secret"):
-            alone.offer(None, deadline_ns=soon())
-        alone.close()
+            peers_at(server.address)[0].offer(None, deadline_ns=soon())

@@ -123,6 +123,11 @@ class Sending:
 NOBODY = PeerLostError("nobody listens there")
 
 
+def gone() -> Server:
+    """A publisher that is not there."""
+    return Server(error=NOBODY)
+
+
 def engine(*ranks: Server, own_rank: int = 0) -> PeerEngine:
     def connect(number: int) -> Server:
         return ranks[number] if number < len(ranks) else Server(error=NOBODY)
@@ -176,7 +181,7 @@ def test_what_no_peer_has_comes_from_the_publisher(caplog: pytest.LogCaptureFixt
 
 def test_the_rank_of_the_same_number_is_asked_before_the_others() -> None:
     ranks = [Server(of_ranks=3) for _ in range(3)]
-    bring(PeerTransport(None, [engine(*ranks, own_rank=1)], 1), WANTED)
+    bring(PeerTransport(gone(), [engine(*ranks, own_rank=1)], 1), WANTED)
     assert [rank.asked_bytes for rank in ranks] == [0, 64, 0]
 
 
@@ -256,12 +261,13 @@ def test_a_peer_that_names_bytes_beyond_the_segments_is_left_out() -> None:
     assert (lying.num_fetches, publisher.asked_bytes) == (0, 64)
 
 
-def test_bytes_that_nobody_has_are_an_error_that_says_who_was_asked() -> None:
-    transport = PeerTransport(None, [engine(Server(rows(0, 512)))], 0)
+def test_bytes_that_nobody_has_are_the_publishers_error_to_tell() -> None:
+    transport = PeerTransport(gone(), [engine(Server(rows(0, 512)))], 0)
     fetch = transport.fetch(offer_of(1), WANTED, Mapping.private(4096), deadline_ns=soon())
-    with pytest.raises(NoPublicationError, match=r"32 bytes of version 1\.1 are held by no peer"):
+    with pytest.raises(PeerLostError, match="nobody listens there"):
         list(fetch.arrivals())
     fetch.close()
+    assert fetch.num_bytes == 32
 
 
 def test_a_fetch_that_does_not_end_is_ended_by_a_later_call() -> None:
@@ -305,10 +311,10 @@ def test_the_publishers_newest_is_taken_where_it_answers() -> None:
     assert transport.offer(WeightVersion(1, 3), deadline_ns=soon()).version == WeightVersion(1, 3)
 
 
-@pytest.mark.parametrize("publisher", [None, Server(error=NOBODY), Server(error=NoPublicationError("nothing"))])
-def test_without_a_publisher_the_newest_of_the_peers_is_taken(publisher: Server | None) -> None:
+@pytest.mark.parametrize("error", [NOBODY, NoPublicationError("nothing")])
+def test_without_a_publisher_the_newest_of_the_peers_is_taken(error: FastDeployRLError) -> None:
     peers = [engine(Server(step=2)), engine(Server(step=4)), engine(Server(error=NOBODY)), engine(Server(step=3))]
-    transport = PeerTransport(publisher, peers, 0)
+    transport = PeerTransport(Server(error=error), peers, 0)
     assert transport.offer(None, deadline_ns=soon()).version == WeightVersion(1, 4)
 
 
@@ -324,6 +330,8 @@ def test_what_nobody_has_is_the_publishers_error_to_tell() -> None:
         transport.offer(WeightVersion(1, 9), deadline_ns=soon())
 
 
-def test_peers_that_are_all_gone_are_named() -> None:
+def test_peers_that_are_all_gone_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = AuthenticationError("the server wants a secret")
     with pytest.raises(PeerLostError, match="nobody listens there"):
-        PeerTransport(None, [engine(Server(error=NOBODY))], 0).offer(None, deadline_ns=soon())
+        PeerTransport(gone(), [engine(Server(error=wrong))], 0).offer(None, deadline_ns=soon())
+    assert "peer=engine version=newest reason='AuthenticationError: the server wants a secret'" in caplog.text

@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.dtypes import itemsize, numpy_dtype
-from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.errors import ConfigurationError, SegmentError
+
+
+def check_unused(mapping: Mapping, what: str) -> None:
+    """SegmentError, naming `what`, while arrays or tensors lie in the mapping."""
+    if mapping.num_exports:
+        raise SegmentError(
+            f"{what} is still in use: {mapping.num_exports} arrays or tensors lie in it; drop them and release it again"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from fastdeploy_rl.errors import ManifestError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.owner_lock import Owner, is_alive, owner_of
 from fastdeploy_rl.memory.shared_segment import SharedSegment
+from fastdeploy_rl.memory.tensor_view import check_unused
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.leases import NUM_ARENAS, Holder, Lease, LeaseTable
 
@@ -73,7 +74,7 @@ class LeasedSegments:
         """Lets the segments go, then the leases. SegmentError while
         arrays or tensors lie in a segment: all leases then stay."""
         for segment in self._segments:
-            _check_unused(segment)
+            check_unused(segment.mapping, f"published segment {segment.name!r}")
         while self._segments:
             self._keep(self._segments.pop())
         while self._leases:
@@ -184,11 +185,3 @@ class ChannelReader:
                 f"segment {segment.locator!r} has {mapped.num_bytes} bytes, its manifest says {segment.num_bytes}"
             )
         return mapped
-
-
-def _check_unused(segment: SharedSegment) -> None:
-    if segment.mapping.num_exports:
-        raise SegmentError(
-            f"published segment {segment.name!r} is still in use: "
-            f"{segment.mapping.num_exports} arrays or tensors lie in it"
-        )

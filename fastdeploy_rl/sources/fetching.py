@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError, SegmentError
+from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError
 from fastdeploy_rl.manifest import encode, file_digest
 from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.tensor_view import check_unused
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.gathering import Gathering, gather
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
@@ -111,7 +112,7 @@ class FetchingSource:
         gathering = self._gather(plan)
         arena = self._arenas.acquire(gathering.num_bytes)
         try:
-            _check_unused(arena, "an arena of an earlier version")
+            check_unused(arena, "an arena of an earlier version")
             offer = self._offer_of(resolved)
             fetch = self._transport.fetch(offer, gathering.ranges, arena, deadline_ns=deadline_ns)
         except BaseException:
@@ -219,7 +220,7 @@ class FetchedVersion:
         self._fetch.close()
         if self._holder is not None:
             self._holder.withdraw(arena)
-        _check_unused(arena, f"the memory of version {self._offer.version}")
+        check_unused(arena, f"the memory of version {self._offer.version}")
         self._arena = None
         self._arenas.release(arena)
 
@@ -233,8 +234,3 @@ def _complete(batch: Sequence[int], owners: Sequence[int], missing: list[int]) -
         if not missing[owner]:
             complete.append(owner)
     return complete
-
-
-def _check_unused(arena: Mapping, what: str) -> None:
-    if arena.num_exports:
-        raise SegmentError(f"{what} is still in use: {arena.num_exports} arrays or tensors lie in it")

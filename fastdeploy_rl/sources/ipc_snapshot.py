@@ -17,13 +17,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.regular_file import open_regular
+from fastdeploy_rl.memory.tensor_view import check_unused
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter, RegionKind
 from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
 from fastdeploy_rl.sources import foreign_files
@@ -67,7 +68,9 @@ class SnapshotSource:
         return self._foreign.resolve(version, deadline_ns=deadline_ns)
 
     def current_epoch(self, *, deadline_ns: int) -> int:
-        return self.resolve(None, deadline_ns=deadline_ns).version.epoch
+        """That of the newest snapshot, whole or not."""
+        entries = self._directory.entries()
+        return entries[0].version.epoch if entries else self.resolve(None, deadline_ns=deadline_ns).version.epoch
 
     def discredit(self, resolved: ResolvedPublication) -> None:
         with self._lock:
@@ -95,7 +98,9 @@ class SnapshotSource:
             if not gone:
                 return None
             if time.monotonic_ns() >= deadline_ns:
-                raise DeadlineExceededError(f"snapshots in {self._directory.path} go faster than they can be read")
+                raise DeadlineExceededError(
+                    f"snapshots in {self._directory.path} go faster than they can be read; let their writer keep more"
+                )
 
     def _candidates(self, entries: Sequence[Entry]) -> list[Entry]:
         wanted = wanted_version(self._model_dir) if entries else None
@@ -123,8 +128,12 @@ class SnapshotSource:
             _log.warning("snapshot=%s event=not_whole reason=%s", entry.version, error)
 
     def _newest_text(self) -> str:
-        newest = self._directory.newest()
-        return str(newest.version) if newest is not None else "no version that is whole"
+        for entry in self._directory.entries():
+            if entry.name not in self._discredited:
+                with suppress(ManifestError):
+                    if self._directory.read(entry) is not None:
+                        return str(entry.version)
+        return "no version that is whole"
 
     def _missing_text(self, version: WeightVersion | None, num_entries: int) -> str:
         path = self._directory.path
@@ -132,7 +141,10 @@ class SnapshotSource:
             return f"version {version} is not to be had: {path} has {self._newest_text()}"
         wanted = wanted_version(self._model_dir)
         limit = f" up to version {wanted.text}, which {wanted.path} asks for," if wanted is not None else ""
-        return f"none of the {num_entries} snapshots in {path}{limit} is whole and has the bytes that it should have"
+        return (
+            f"none of the {num_entries} snapshots in {path}{limit} is whole and has the bytes that it should have; "
+            "write another (fastdeploy-rl snapshot)"
+        )
 
     def _remember(self, snapshot: Snapshot) -> None:
         self._known.pop(_key(snapshot.manifest), None)
@@ -190,10 +202,7 @@ class SnapshotStaged:
 
     def release(self) -> None:
         for number, mapping in enumerate(self.segments):
-            if mapping.num_exports:
-                raise SegmentError(
-                    f"shard {number} of a snapshot is still in use: {mapping.num_exports} arrays or tensors lie in it"
-                )
+            check_unused(mapping, f"shard {number} of a snapshot")
         for mapping in self.segments:
             mapping.close()
 

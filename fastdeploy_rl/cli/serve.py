@@ -331,7 +331,7 @@ class _TextAnnouncer:
     def ready(self, ranks: "Sequence[Ready]", seconds: float, start: "StartVersion") -> None:
         weights = " + ".join(size_text(rank.weight_bytes) for rank in ranks)
         if start.reason:
-            print(f"warning: on the weights of the model's directory: {start.reason}", flush=True)
+            print(f"on the weights of the model's directory: {start.reason}", flush=True)
         weights += f", version {start.version}" if start.version else ""
         print(f"ready in {seconds:.1f} s: weights {weights}; talk to it: {self._chat}", flush=True)
 

@@ -129,6 +129,10 @@ class GenerationClient(Protocol):
         """Token ids are below this."""
         ...
 
+    def check_admitting(self) -> None:
+        """NotServingError with the reason while no request is taken."""
+        ...
+
     @property
     def max_requests(self) -> int:
         """That it takes at once, running and waiting together."""

@@ -99,6 +99,7 @@ def _add_engine_routes(app: FastAPI, face: EngineFace) -> None:
     @app.get("/health")
     async def health() -> Response:
         await face.weights.check_serving()
+        face.completions.engine.check_admitting()
         return _json({"status": "serving"})
 
     started = int(time.time())

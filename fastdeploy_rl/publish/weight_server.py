@@ -133,7 +133,7 @@ def read_server_address(channel: Path) -> str:
         if is_alive(channel / _LOCK):
             return _noticed_address(files)
     except NoPublicationError as error:
-        raise PeerLostError(f"no weight server: {error}") from error
+        raise PeerLostError(str(error)) from error
     except FileNotFoundError as error:
         raise PeerLostError(f"the weight server on {channel} is just starting, or ending") from error
     raise PeerLostError(

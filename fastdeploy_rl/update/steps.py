@@ -17,9 +17,9 @@ from fastdeploy_rl.errors import (
     ConfigurationError,
     NoPublicationError,
     NotAliasableError,
-    SegmentError,
     StepFailedError,
     TrainerError,
+    WorldError,
 )
 from fastdeploy_rl.lifecycle import UpdateEvent
 from fastdeploy_rl.memory.arena import ArenaPair
@@ -196,7 +196,7 @@ def _lease_former_version(update: RankUpdate, old: LiveWeights) -> str:
     try:
         update.way_back = former = FormerVersion.lease(old, update.source, update.plans, update.deadline_ns)
         former.check(old, update.num_threads)
-    except (TrainerError, SegmentError) as error:
+    except (TrainerError, WorldError) as error:
         return f"version {old.version} cannot be fetched again: {error}"
     return ""
 

@@ -85,7 +85,8 @@ def test_where_nothing_is_to_be_had_an_engine_serves_its_own_model(
     models: tuple[Model, Model, Model], tmp_path: Path
 ) -> None:
     with served(models[0], tmp_path, "ipc_snapshot") as (engine, ready):
-        assert (ready["version"], ready["reason"]) == ("", "")
+        assert ready["version"] == ""
+        assert "nothing is published" in str(ready["reason"])
         check(engine, models[0], "0.0")
 
 
@@ -96,8 +97,10 @@ def test_an_engine_that_is_told_to_stop_while_it_comes_up_stops(
     with socket.create_server(("127.0.0.1", 0)) as mute:
         config = json.dumps({"address": f"127.0.0.1:{mute.getsockname()[1]}"})
         options = ("--load-strategy", "rsync", "--rsync-config", config, "--update-deadline", "300")
-        with ServedEngine(models[0], tmp_path, num_ranks=1, options=options):
+        with ServedEngine(models[0], tmp_path, num_ranks=1, options=options) as engine:
             mute.settimeout(60)
             mute.accept()[0].close()
             asking, _ = mute.accept()  # lost once, it tries again
+            health = engine.http.get("/health")
+            assert (health.status_code, "takes the newest version over first" in health.text) == (503, True)
         asking.close()

@@ -149,11 +149,14 @@ class EngineClient:
     def load(self) -> EngineLoad:
         return self._load
 
+    def check_admitting(self) -> None:
+        if self._refusal:
+            raise NotServingError(self._refusal)
+
     def start(self, requests: Sequence[GenerationRequest]) -> LiveGeneration:
         """All of them or none. OverloadedError when too many are there, NotServingError while there is no rank 0 and
         when the engine ends."""
-        if self._refusal:
-            raise NotServingError(self._refusal)
+        self.check_admitting()
         present = len(self._readers)
         if present + len(requests) > self._max_requests:
             raise OverloadedError(

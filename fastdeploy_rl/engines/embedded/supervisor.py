@@ -47,7 +47,6 @@ from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
     FastDeployRLError,
-    NoPublicationError,
     PeerLostError,
 )
 from fastdeploy_rl.memory.private_directory import check_private_directory
@@ -137,7 +136,7 @@ class CheckedModel:
 
 class StartVersion(NamedTuple):
     """What an engine comes up on: a version as text, empty for the weights of the model's own directory, and then why
-    not on a newer one (empty where none is to be expected)."""
+    not on a newer one (empty where none is looked for)."""
 
     version: str = ""
     reason: str = ""
@@ -395,13 +394,11 @@ class _Engine:
 
 
 async def _take_newest(port: int, deadline_s: float) -> StartVersion:
-    """Nothing to be had is no fault: a trainer may come later. Nor is what cannot be taken: the engine has weights."""
+    """Nothing to be had is no fault: a trainer may come later. Nor is what cannot be taken: the engine has weights. But
+    why it is on those is told."""
     try:
         async with AsyncBoardEngine(port) as engine:
             version = (await engine.update(deadline_s=deadline_s)).version
-    except NoPublicationError as none:
-        _log.info("event=started_on_checkpoint reason=%r", str(none))
-        return StartVersion()
     except FastDeployRLError as error:
         _log.warning("event=started_on_checkpoint reason=%r", str(error))
         return StartVersion(reason=str(error))

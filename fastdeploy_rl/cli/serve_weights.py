@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdeploy_rl.cli.options import Verbs, add_channel, add_json, add_verb, port, print_fields, print_line
+from fastdeploy_rl.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
@@ -53,18 +54,22 @@ def _add_mooncake(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let engines pull by Mooncake's TransferEngine as well; tcp listens on every interface, without a secret",
     )
-    group.add_argument("--mooncake-device", default="", metavar="NAMES", help="HCAs for rdma (default: all)")
+    group.add_argument("--mooncake-device", metavar="NAMES", help="HCAs for rdma (default: all)")
     group.add_argument(
-        "--mooncake-host", default="127.0.0.1", metavar="ADDRESS", help="this machine, as engines reach it"
+        "--mooncake-host", metavar="ADDRESS", help="this machine, as engines reach it (default 127.0.0.1)"
     )
 
 
 def _mooncake(options: argparse.Namespace) -> "MooncakeSettings | None":
     from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
 
-    if options.mooncake is None:
-        return None
-    return MooncakeSettings(options.mooncake, options.mooncake_device, options.mooncake_host)
+    named = {"device_name": options.mooncake_device, "local_hostname": options.mooncake_host}
+    given = {name: value for name, value in named.items() if value is not None}
+    if options.mooncake is not None:
+        return MooncakeSettings(options.mooncake, **given)
+    if given:
+        raise ConfigurationError("--mooncake-device and --mooncake-host need --mooncake tcp or --mooncake rdma")
+    return None
 
 
 def run(options: argparse.Namespace) -> int:

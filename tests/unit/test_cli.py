@@ -97,6 +97,7 @@ def test_help_imports_neither_engine_nor_server() -> None:
         (["chat", "--engine", "http://127.0.0.1:1"], "no engine at http://127.0.0.1:1"),
         (["status", "--engine", "http://[::1"], "not an engine's URL: 'http://[::1'"),
         (["retire", "--ipc-dir", "/no/such/channel"], "no channel at /no/such/channel"),
+        (["serve-weights", "--mooncake-host", "10.0.0.7"], "need --mooncake tcp or --mooncake rdma"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_code_2(

@@ -33,7 +33,7 @@ BUCKETS = tuple(size * _MIB for size in (64, 256, 1024))
 Ways = dict[str, Callable[[], object]]
 
 
-class Mover(NamedTuple):
+class Ends(NamedTuple):
     """Both ends of one connection; the receiver asks with one byte, the number of a way, before it is called."""
 
     receiver: Callable[[socket.socket], Ways]
@@ -46,10 +46,10 @@ def main() -> None:
         _obey(_pdparams(Path(rest[0])), lambda way: None)
     elif rest:
         with socket.create_connection(("127.0.0.1", int(rest[0])), CONNECT_S) as connection:
-            _send_when_asked(MOVERS[name], connection)
+            _send_when_asked(ENDS[name], connection)
     else:
         with _sender(name) as connection:
-            _obey(MOVERS[name].receiver(connection), lambda way: connection.sendall(bytes([way])))
+            _obey(ENDS[name].receiver(connection), lambda way: connection.sendall(bytes([way])))
 
 
 @contextmanager
@@ -67,9 +67,9 @@ def _sender(name: str) -> Iterator[socket.socket]:
             child.wait(END_S)
 
 
-def _send_when_asked(mover: Mover, connection: socket.socket) -> None:
+def _send_when_asked(ends: Ends, connection: socket.socket) -> None:
     connection.settimeout(None)  # it waits for as long as its parent lives
-    ways = list(mover.sender(connection).values())
+    ways = list(ends.sender(connection).values())
     while way := connection.recv(1):
         ways[way[0]]()
 
@@ -242,10 +242,10 @@ def _groups(tensors: Sequence[Any], bucket_bytes: int) -> list[list[Any]]:
     return [group for group in groups if group]
 
 
-MOVERS = {
-    "socket": Mover(_receive_bare, _send_bare),
-    "fastdeploy": Mover(_receive_saved, _send_saved),
-    "gloo": Mover(_receive_gloo, _send_gloo),
+ENDS = {
+    "socket": Ends(_receive_bare, _send_bare),
+    "fastdeploy": Ends(_receive_saved, _send_saved),
+    "gloo": Ends(_receive_gloo, _send_gloo),
 }
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, NoPublic
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport.base import Offer
+from fastdeploy_rl.transport.buckets import Piece, part
 from fastdeploy_rl.version import WeightVersion
 
 _CHUNK_BYTES = 8 << 20
@@ -107,18 +108,6 @@ class FileTransport:
         self._fetches, self._offered = [], {}
 
 
-class _Chunk(NamedTuple):
-    """Rows of a range, or a piece of its only row, that one thread reads in one go. `number`: of the range."""
-
-    number: int
-    segment: int
-    offset: int
-    stride: int
-    rows: int
-    row_bytes: int
-    target_offset: int
-
-
 class FileFetch:
     """Ranges on their way out of files. The threads end with `close`, which waits for the pieces that are being read:
     nothing can interrupt a disk, and they are read into `target`."""
@@ -157,7 +146,7 @@ class FileFetch:
         self._missing = dict.fromkeys(range(len(ranges)), 0)
         chunks = [chunk for index, each in enumerate(ranges) for chunk in _chunks(index, each)]
         for chunk in chunks:
-            self._missing[chunk.number] += 1
+            self._missing[chunk.range_index] += 1
         for chunk in chunks:
             self._pool.submit(self._read, chunk).add_done_callback(self._tell)
 
@@ -234,34 +223,34 @@ class FileFetch:
         self.num_bytes = self.num_bytes + (0 if self._missing[index] else self._ranges[index].num_bytes)
         return not self._missing[index]
 
-    def _read(self, chunk: _Chunk) -> int:
-        """The number of its range."""
+    def _read(self, chunk: Piece) -> int:
+        """The index of its range."""
+        index, wanted = chunk
         if not self._is_closed.is_set():
             try:
-                self._read_close_rows(chunk) if _has_close_rows(chunk) else self._read_rows(chunk)
+                self._read_close_rows(wanted) if _has_close_rows(wanted) else self._read_rows(wanted)
             except OSError as error:
-                path = self._directory / self._files[chunk.segment].name
+                path = self._directory / self._files[wanted.segment].name
                 raise NoPublicationError(f"{path} cannot be read: {error.strerror}") from error
-        return chunk.number
+        return index
 
     def _tell(self, future: "Future[int]") -> None:
         """Whatever happened to a chunk; one that was never begun interests nobody."""
         if not future.cancelled():
             self._done.put(future.exception() or future.result())
 
-    def _read_rows(self, chunk: _Chunk) -> None:
-        for row in range(chunk.rows):
-            start = chunk.target_offset + row * chunk.row_bytes
-            with self._target[start : start + chunk.row_bytes] as window:
-                self._fill(window, chunk.segment, chunk.offset + row * chunk.stride)
+    def _read_rows(self, wanted: ByteRange) -> None:
+        for row in range(wanted.rows):
+            start = wanted.target_offset + row * wanted.row_bytes
+            with self._target[start : start + wanted.row_bytes] as window:
+                self._fill(window, wanted.segment, wanted.offset + row * wanted.stride)
 
-    def _read_close_rows(self, chunk: _Chunk) -> None:
+    def _read_close_rows(self, wanted: ByteRange) -> None:
         """With what lies between them, which is left behind."""
-        span = np.empty((chunk.rows - 1) * chunk.stride + chunk.row_bytes, np.uint8)
-        self._fill(span.data, chunk.segment, chunk.offset)
-        size = chunk.rows * chunk.row_bytes
-        target: NDArray[np.uint8] = np.frombuffer(self._target, np.uint8, size, chunk.target_offset)
-        rows = as_strided(span, (chunk.rows, chunk.row_bytes), (chunk.stride, 1))
+        span = np.empty(wanted.stop - wanted.offset, np.uint8)
+        self._fill(span.data, wanted.segment, wanted.offset)
+        target: NDArray[np.uint8] = np.frombuffer(self._target, np.uint8, wanted.num_bytes, wanted.target_offset)
+        rows = as_strided(span, (wanted.rows, wanted.row_bytes), (wanted.stride, 1))
         target.reshape(rows.shape)[...] = rows
 
     def _fill(self, window: memoryview, segment: int, offset: int) -> None:
@@ -293,24 +282,16 @@ def _check_ranges(ranges: Sequence[ByteRange], files: Sequence[FileIdentity]) ->
             raise ValueError(f"{each} is outside of the {len(files)} segments")
 
 
-def _has_close_rows(chunk: _Chunk) -> bool:
-    return chunk.rows > 1 and chunk.row_bytes <= chunk.stride <= chunk.row_bytes + _MAX_GAP_BYTES
+def _has_close_rows(wanted: ByteRange) -> bool:
+    return wanted.rows > 1 and wanted.row_bytes <= wanted.stride <= wanted.row_bytes + _MAX_GAP_BYTES
 
 
-def _chunks(index: int, wanted: ByteRange) -> Iterable[_Chunk]:
-    """Whole rows as many as are worth a thread's while, or pieces of a single long row."""
-    if not wanted.num_bytes:
-        return
-    if wanted.row_bytes > _CHUNK_BYTES:
-        for row in range(wanted.rows):
-            for start in range(0, wanted.row_bytes, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, wanted.row_bytes - start)
-                place = wanted.target_offset + row * wanted.row_bytes + start
-                yield _Chunk(index, wanted.segment, wanted.offset + row * wanted.stride + start, 0, 1, size, place)
-        return
-    step = max(1, _CHUNK_BYTES // max(wanted.row_bytes, wanted.stride))
-    for row in range(0, wanted.rows, step):
-        rows = min(step, wanted.rows - row)
-        place = wanted.target_offset + row * wanted.row_bytes
-        offset = wanted.offset + row * wanted.stride
-        yield _Chunk(index, wanted.segment, offset, wanted.stride, rows, wanted.row_bytes, place)
+def _chunks(index: int, whole: ByteRange) -> Iterator[Piece]:
+    """What one thread reads in one go: as many rows as are worth its while, with what lies between them, or pieces of
+    longer ones."""
+    wanted = whole.joined()
+    rows = _CHUNK_BYTES // max(wanted.row_bytes, wanted.stride, 1)
+    step = rows * wanted.row_bytes or _CHUNK_BYTES
+    for start in range(0, wanted.num_bytes, step):
+        for each in part(wanted, start, min(start + step, wanted.num_bytes)):
+            yield Piece(index, each)

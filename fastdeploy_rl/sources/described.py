@@ -42,7 +42,7 @@ from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
+from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, WantedVersion, version_written_ns, wanted_version
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.files import FileFetch, FileIdentity, FileTransport, OfferedFiles, identity_of
 from fastdeploy_rl.version import WeightVersion
@@ -89,6 +89,7 @@ class DescribedFiles:
         self._find = find
         self._where = where
         self._describing = threading.Lock()
+        self._warned: FileIdentity | None = None
 
     def offer(self, version: WeightVersion | None, deadline_ns: int) -> OfferedFiles:
         """The files that are there, with their manifest: rank 0 makes it, where it is not known, the others take it.
@@ -123,10 +124,26 @@ class DescribedFiles:
     def _version_of(self, found: FoundFiles, files: Sequence[FileIdentity]) -> WeightVersion:
         """What a version file says, beside the files or in the model directory; else when the newest of them was
         written, so that newer files are a newer version."""
-        wanted = wanted_version(found.directory) or wanted_version(self._config.model_dir)
-        if wanted is not None:
-            return wanted.in_epoch(UNCOUNTED_EPOCH)
-        return WeightVersion(UNCOUNTED_EPOCH, max(file.mtime_ns for file in files))
+        newest = max(files, key=lambda file: file.mtime_ns)
+        for directory in (found.directory, self._config.model_dir):
+            written_ns = version_written_ns(directory)  # looked at first: it may be replaced in between
+            wanted = wanted_version(directory)
+            if wanted is not None:
+                if written_ns < newest.mtime_ns:
+                    self._warn(newest, wanted)
+                return wanted.in_epoch(UNCOUNTED_EPOCH)
+        return WeightVersion(UNCOUNTED_EPOCH, newest.mtime_ns)
+
+    def _warn(self, newest: FileIdentity, wanted: WantedVersion) -> None:
+        """Once for each state of the files: whoever writes the version last is not done, and some may be older ones."""
+        if self._config.rank or newest == self._warned:
+            return
+        self._warned = newest
+        _log.warning(
+            "version=%s event=files_newer_than_version file=%s newer_than=%s reason='the files may be of another step, "
+            "or of two; where the version is written last, update again when it was'",
+            *(wanted.text, newest.name, wanted.path),
+        )
 
     def _described(
         self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion, deadline_ns: int

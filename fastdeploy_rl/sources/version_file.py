@@ -5,6 +5,8 @@ the older `version.txt`, and their bounds. Refuses to know where weights come fr
 are read as plain `key: value` lines: a number needs no YAML.
 """
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +18,8 @@ from fastdeploy_rl.version import WeightVersion
 UNCOUNTED_EPOCH = 1
 """Of steps where nobody counts epochs: every rank, and every engine, must come to the same one."""
 _MAX_BYTES = 64 << 10
+_NAMES = ("version.yaml", "version.txt")
+"""The first that is there counts."""
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
 _VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)
 _BARE = re.compile(r"[0-9]+", re.ASCII)
@@ -45,7 +49,7 @@ def wanted_version(model_dir: Path | None) -> WantedVersion | None:
     that the newest is meant. VersionFormatError for a file that names no version, is too large or is no file."""
     if model_dir is None:
         return None
-    for name, find in (("version.yaml", _in_yaml), ("version.txt", str.strip)):
+    for name, find in zip(_NAMES, (_in_yaml, str.strip), strict=True):
         path = model_dir / name
         text = _read(path)
         if text is not None:
@@ -53,6 +57,16 @@ def wanted_version(model_dir: Path | None) -> WantedVersion | None:
             wanted.in_epoch(0)
             return wanted
     return None
+
+
+def version_written_ns(model_dir: Path | None) -> int:
+    """When the file that `wanted_version` reads was written, by the clock of its file system; 0 where there is none."""
+    if model_dir is None:
+        return 0
+    for name in _NAMES:
+        with contextlib.suppress(OSError):
+            return os.stat(model_dir / name).st_mtime_ns
+    return 0
 
 
 def _in_yaml(text: str) -> str:

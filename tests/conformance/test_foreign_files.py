@@ -324,6 +324,26 @@ def test_whole_tensors_or_the_slices_of_more_ranks_are_refused(places: Places) -
     assert_refused(places, CoverageError, r"embed: rank 0 of 2 has shape \[6, 5\], which is the whole of it")
 
 
+def test_files_that_are_newer_than_their_version_are_told_of_once(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be of the next step, whose version comes last."""
+    write_ranks(places, in_parts)
+    version_file = places.model / "version.yaml"
+    write_version(places.model, 3)
+    assert_taken(places)
+    assert "files_newer_than_version" not in caplog.text
+    written_ns = version_file.stat().st_mtime_ns
+    os.utime(places.model / part_name(1, 1, 0), ns=(written_ns + 1, written_ns + 1))
+    source = registry.create("ipc_snapshot", configs(places)[0])
+    for _ in range(2):
+        assert source.resolve(None, deadline_ns=soon()).version == WeightVersion(1, 3)
+    source.close()
+    told = [text for text in caplog.messages if "event=files_newer_than_version" in text]
+    assert len(told) == 1
+    assert f"version=3 event=files_newer_than_version file={part_name(1, 1, 0)} newer_than={version_file}" in told[0]
+
+
 def test_ranks_of_two_versions_are_told_by_what_is_not_split(places: Places) -> None:
     write_ranks(places, in_one_file, 1)
     in_one_file(places, 1, slices(1, 2))

@@ -23,7 +23,7 @@ from fastdeploy_rl.transport.connection import Server
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.transport.secret import read_secret
 from fastdeploy_rl.transport.tcp import DEFAULT_STREAMS, TcpTransport
-from fastdeploy_rl.transport.tcp_peers import peer_engine
+from fastdeploy_rl.transport.tcp_peers import TcpPeer, peer_engine
 
 
 def create(config: SourceConfig) -> WeightSource:
@@ -53,13 +53,8 @@ def _transport(chosen: TcpConfig | MooncakeConfig, publisher: Server, secret: by
 def _peer_engines(chosen: TcpConfig | MooncakeConfig, rank: int, secret: bytes | None) -> list[PeerEngine]:
     """What peers have lies in memory of their own, so it comes over tcp whatever the publisher's transport is."""
     num_streams = chosen.num_streams if isinstance(chosen, TcpConfig) else DEFAULT_STREAMS
-
-    def connect(address: str) -> TcpTransport:
-        return TcpTransport(
-            address, secret=secret, num_streams=num_streams, bucket_bytes=chosen.bucket_bytes, is_peer=True
-        )
-
-    return [peer_engine(address, rank, connect, secret) for address in chosen.peers]
+    connect = partial(TcpPeer, secret=secret, num_streams=num_streams, bucket_bytes=chosen.bucket_bytes)
+    return [peer_engine(address, rank, connect) for address in chosen.peers]
 
 
 def _holder(chosen: TcpConfig | MooncakeConfig, config: SourceConfig, secret: bytes | None) -> ServedVersions | None:

@@ -237,11 +237,14 @@ class _Publisher:
         self._offer = offer
         self._connect = connect
         self._claim: Connection | None = None
+        self._is_cut = False
 
     def hold(self, deadline_ns: int) -> Places:
         """Anew, on a connection of its own: where the version lies. PeerLostError where nobody answers."""
         self.release()
         self._claim = claim = self._connect()
+        if self._is_cut:  # by somebody who did not see this one
+            claim.cut()
         try:
             claim.open(deadline_ns)
             claim.hold(self._offer.file_digest, deadline_ns)
@@ -264,6 +267,8 @@ class _Publisher:
             raise PeerLostError(f"the publisher let go of version {self._offer.version}: {error}") from error
 
     def cut(self) -> None:
+        """For good."""
+        self._is_cut = True
         claim = self._claim
         if claim is not None:
             claim.cut()

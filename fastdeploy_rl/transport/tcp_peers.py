@@ -8,32 +8,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError, OverloadedError, PeerLostError
 from fastdeploy_rl.transport.address import Address, parse_address
-from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer
+from fastdeploy_rl.transport.base import ByteRange, Offer
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.peers import PeerEngine
-from fastdeploy_rl.transport.tcp import TcpTransport
-from fastdeploy_rl.version import WeightVersion
+from fastdeploy_rl.transport.tcp import DEFAULT_BUCKET_BYTES, DEFAULT_STREAMS, TcpTransport
 
 
-class TcpPeer:
-    """One rank of another engine: a `PeerRank`. Connects when it is asked, and keeps nothing open between questions."""
+class TcpPeer(TcpTransport):
+    """One rank of another engine: a `PeerRank`. Keeps nothing open between questions."""
 
-    def __init__(self, address: str, transport: TcpTransport, secret: bytes | None) -> None:
-        """`transport`: to that address alone, as a peer."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: bytes | None = None,
+        num_streams: int = DEFAULT_STREAMS,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        super().__init__(address, secret=secret, num_streams=num_streams, bucket_bytes=bucket_bytes, is_peer=True)
         self.address = address
-        self._transport = transport
-        self._secret = secret
         self._num_ranks: int | None = None
-
-    def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
-        return self._transport.offer(version, deadline_ns=deadline_ns)
-
-    def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> Fetch:
-        return self._transport.fetch(offer, ranges, target, deadline_ns=deadline_ns)
 
     def num_ranks(self, *, deadline_ns: int) -> int:
         if self._num_ranks is None:
@@ -50,7 +46,7 @@ class TcpPeer:
     def _connected(self, deadline_ns: int) -> Iterator[Connection]:
         """OSError as errors of the tree."""
         begun = time.monotonic()
-        connection = Connection(self.address, self._secret, Deadlines())
+        connection = Connection(self.address, self._secret, self._deadlines)
         try:
             connection.open(deadline_ns)
             self._num_ranks = connection.num_ranks
@@ -62,21 +58,8 @@ class TcpPeer:
         finally:
             connection.close()
 
-    def trim(self) -> None:
-        self._transport.trim()
 
-    def close(self) -> None:
-        self._transport.close()
-
-
-def peer_engine(
-    address: str, own_rank: int, connect: Callable[[str], TcpTransport], secret: bytes | None
-) -> PeerEngine:
-    """The engine whose rank 0 listens at `address`. `connect` makes a transport to one peer."""
+def peer_engine(address: str, own_rank: int, connect: Callable[[str], TcpPeer]) -> PeerEngine:
+    """The engine whose rank 0 listens at `address`. `connect` makes the client of one address."""
     host, port = parse_address(address)
-
-    def rank(number: int) -> TcpPeer:
-        place = str(Address(host, port + number))
-        return TcpPeer(place, connect(place), secret)
-
-    return PeerEngine(address, rank, own_rank)
+    return PeerEngine(address, lambda rank: connect(str(Address(host, port + rank))), own_rank)

@@ -20,7 +20,7 @@ from fastdeploy_rl.transport.base import ByteRange, Offer, Shelf
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.transport.tcp import TcpTransport
-from fastdeploy_rl.transport.tcp_peers import peer_engine
+from fastdeploy_rl.transport.tcp_peers import TcpPeer, peer_engine
 from fastdeploy_rl.transport.tcp_server import TcpServer
 
 SECRET = b"sixteen bytes, or more"
@@ -30,11 +30,8 @@ def peers_at(
     *addresses: str, rank: int = 0, bucket_bytes: int = 1 << 20, secret: bytes | None = None
 ) -> list[PeerEngine]:
     """Engines of these addresses, as rank `rank` of ours sees them."""
-
-    def connect(address: str) -> TcpTransport:
-        return TcpTransport(address, is_peer=True, bucket_bytes=bucket_bytes, secret=secret)
-
-    return [peer_engine(address, rank, connect, secret) for address in addresses]
+    connect = partial(TcpPeer, bucket_bytes=bucket_bytes, secret=secret)
+    return [peer_engine(address, rank, connect) for address in addresses]
 
 
 class TestPeerTransport(TransportSuite):

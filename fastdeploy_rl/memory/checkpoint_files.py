@@ -62,8 +62,8 @@ class _Index(msgspec.Struct):
 def find_checkpoint_files(directory: Path) -> CheckpointFiles | None:
     """Those of the directory; None where there are none. CheckpointError for an index that cannot be followed, or that
     is not all there is."""
-    has_weights = os.path.exists(directory / WEIGHTS_FILE)
-    if not os.path.exists(directory / INDEX_FILE):
+    has_weights = os.path.lexists(directory / WEIGHTS_FILE)
+    if not os.path.lexists(directory / INDEX_FILE):  # a link that leads nowhere is one that cannot be followed
         return CheckpointFiles(directory, (WEIGHTS_FILE,), {}) if has_weights else None
     index = _read_index(directory / INDEX_FILE)
     names = tuple(sorted(set(index.values())))
@@ -85,7 +85,7 @@ def _read_index(path: Path) -> dict[str, str]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: no index of a checkpoint: {error!s:.500}") from error
     for name, shard in index.items():
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if Path(shard).name != shard or "\0" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path}: weight_map: {name:.600}: expected the name of a .safetensors file in this directory, "
                 f"got {shard!r:.200}"

@@ -18,8 +18,7 @@ from fastdeploy_rl.version import WeightVersion
 UNCOUNTED_EPOCH = 1
 """Of steps where nobody counts epochs: every rank, and every engine, must come to the same one."""
 _MAX_BYTES = 64 << 10
-_NAMES = ("version.yaml", "version.txt")
-"""The first that is there counts."""
+_YAML, _TEXT = "version.yaml", "version.txt"
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
 _VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)
 _BARE = re.compile(r"[0-9]+", re.ASCII)
@@ -49,7 +48,7 @@ def wanted_version(model_dir: Path | None) -> WantedVersion | None:
     that the newest is meant. VersionFormatError for a file that names no version, is too large or is no file."""
     if model_dir is None:
         return None
-    for name, find in zip(_NAMES, (_in_yaml, str.strip), strict=True):
+    for name, find in ((_YAML, _in_yaml), (_TEXT, str.strip)):
         path = model_dir / name
         text = _read(path)
         if text is not None:
@@ -63,7 +62,7 @@ def version_written_ns(model_dir: Path | None) -> int:
     """When the file that `wanted_version` reads was written, by the clock of its file system; 0 where there is none."""
     if model_dir is None:
         return 0
-    for name in _NAMES:
+    for name in (_YAML, _TEXT):
         with contextlib.suppress(OSError):
             return os.stat(model_dir / name).st_mtime_ns
     return 0

@@ -645,13 +645,28 @@ def point_outside(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')
 
 
+def lose_the_index(directory: Path) -> None:
+    """As a model hub's cache that was cleaned in part."""
+    index = directory / "model.safetensors.index.json"
+    index.unlink()
+    index.symlink_to("blobs/gone")
+    (directory / "model.safetensors").touch()
+
+
+def point_nowhere(directory: Path) -> None:
+    """No file has a zero in its name, and nothing takes one."""
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "\\u0000.safetensors"}}')
+
+
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
         (drop_tensor, "is missing, .* says that it is here"),
         (add_tensor, "more is here, but .* does not name it"),
         (point_outside, "expected the name of a .safetensors file"),
+        (point_nowhere, "expected the name of a .safetensors file"),
         (lambda path: (path / "model.safetensors").touch(), "are both here"),
+        (lose_the_index, "index.json: No such file"),
         (lambda path: (path / "model.safetensors.index.json").write_text("[]"), "no index of a checkpoint"),
         (lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "names no tensor"),
     ],

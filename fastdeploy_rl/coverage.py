@@ -66,6 +66,10 @@ class ParameterSpec:
     fused_axis: int = 0
     vocab_rows: int | None = None
 
+    def local_shape(self, num_ranks: int) -> tuple[int, ...]:
+        """Of what each rank has of it."""
+        return tuple(n // num_ranks if axis == self.shard_axis else n for axis, n in enumerate(self.shape))
+
     @property
     def logical(self) -> "tuple[NeededTensor, ...]":
         """The logical tensors it consists of: itself, or those it fuses, in order."""

@@ -44,7 +44,7 @@ from fastdeploy_rl.plan.part_rows import rows_of
 from fastdeploy_rl.publish.channel import Channel, order_of
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.sources.rank_slices import Slice, join, join_slices, local_shape
+from fastdeploy_rl.sources.rank_slices import Slice, join, join_slices
 from fastdeploy_rl.sources.rsync_config import CheckpointTransferConfig
 from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
 from fastdeploy_rl.transport.base import Offer
@@ -258,7 +258,7 @@ class SummedPart(NamedTuple):
             raise TrainerError(f"rank {part} is sent {tensor.name!r:.600} twice")
         own = self.slices[tensor.name] = Slice(tensor.dtype, tensor.shape, part, 0)
         self.sums[tensor.name] = ZERO
-        if spec is not None and tensor.shape == local_shape(spec, config.num_ranks):
+        if spec is not None and tensor.shape == spec.local_shape(config.num_ranks):
             whole, _ = join(spec, [own] * config.num_ranks)
             self.sums[tensor.name] = _share(tensor, whole, part, config.num_threads)
 
@@ -377,7 +377,7 @@ class WantedRanges:
         if tensor.name in self._aliases:
             return
         spec, dtype = self._specs.get(tensor.name), self._dtypes.get(tensor.name)
-        if spec is None or (tensor.dtype, tensor.shape) != (dtype, local_shape(spec, self._num_ranks)):
+        if spec is None or (tensor.dtype, tensor.shape) != (dtype, spec.local_shape(self._num_ranks)):
             raise TrainerError(
                 f"version {self.version}: rank {part} was sent {tensor.name!r:.600} as {tensor.dtype} "
                 f"{list(tensor.shape)}, which is not what rank 0 was sent before; update again"

@@ -59,16 +59,11 @@ def join_slices(specs: Sequence[ParameterSpec], ranks: Sequence[Mapping[str, Sli
     )
 
 
-def local_shape(spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
-    """What each rank has of a parameter."""
-    return tuple(size // num_ranks if axis == spec.shard_axis else size for axis, size in enumerate(spec.shape))
-
-
 def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str, Slice]]) -> Iterator[str]:
     if spec is None:
         yield f"{name[:600]}: not a tensor of this model"
         return
-    expected, dtypes = local_shape(spec, len(ranks)), {slices[name].dtype for slices in ranks if name in slices}
+    expected, dtypes = spec.local_shape(len(ranks)), {slices[name].dtype for slices in ranks if name in slices}
     for rank, slices in enumerate(ranks):
         if name not in slices:
             yield f"{name}: rank {rank} of {len(ranks)} has none"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.memory.tensor_view import TensorView
@@ -41,11 +41,7 @@ class Subject(Protocol):
 def shapes(runner: ModelRunner) -> dict[str, tuple[int, ...]]:
     """Of this rank's slices."""
     specs = [spec for spec in runner.parameters() if spec.coverage is Coverage.UPDATED]
-    return {spec.name: _local_shape(spec, runner.num_ranks) for spec in specs}
-
-
-def _local_shape(spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
-    return tuple(size // num_ranks if axis == spec.shard_axis else size for axis, size in enumerate(spec.shape))
+    return {spec.name: spec.local_shape(runner.num_ranks) for spec in specs}
 
 
 def values(runner: ModelRunner, seed: int) -> dict[str, np.ndarray]:

@@ -29,7 +29,6 @@ from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.receipt import RankReceipt, check_reads, merge
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
 from fastdeploy_rl.sources.checkpoint_transfer import CheckpointTransferSource
-from fastdeploy_rl.sources.rank_slices import local_shape
 from fastdeploy_rl.sources.rsync_config import CheckpointTransferConfig
 from fastdeploy_rl.testing import fake_checkpoint_transfer as fake
 from fastdeploy_rl.update.planned_transfer import transfer_arriving
@@ -59,7 +58,7 @@ def sent(seed: int, num_ranks: int = 2) -> list[dict[str, Array]]:
         part: dict[str, Array] = {}
         for spec in SPECS:
             rng = np.random.default_rng([seed, rank if spec.shard_axis is not None else 0, len(part)])
-            shape = local_shape(spec, num_ranks)
+            shape = spec.local_shape(num_ranks)
             values = rng.integers(0, 2**16, shape, np.uint16) if spec.dtype == "BF16" else rng.standard_normal(shape)
             part[spec.name] = values if spec.dtype == "BF16" else values.astype(np.float32)
         part["head"] = part["embed"]

@@ -21,6 +21,7 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.collectives.shm import ShmCollectives
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
+from fastdeploy_rl.dtypes import numpy_dtype
 from fastdeploy_rl.engines.numpy.runner import NumpyModel
 from fastdeploy_rl.engines.numpy.worker import SLOT_BYTES
 from fastdeploy_rl.memory.shared_segment import SharedSegment
@@ -196,6 +197,14 @@ class NumpyEngine:
             spec.name: held_bytes(spec, weights, rank, self.num_ranks)
             for spec in self.model.specs
             if spec.coverage is Coverage.UPDATED
+        }
+
+    def slices(self, weights: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+        """As `expected`, in the dtypes and shapes that the rank has."""
+        specs = {spec.name: spec for spec in self.model.specs}
+        return {
+            name: np.frombuffer(data, numpy_dtype(specs[name].dtype)).reshape(specs[name].local_shape(self.num_ranks))
+            for name, data in self.expected(weights, rank).items()
         }
 
     def holds(self, weights: dict[str, np.ndarray]) -> bool:

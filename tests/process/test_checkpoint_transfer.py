@@ -6,44 +6,16 @@ import numpy as np
 import pytest
 
 from fastdeploy_rl.checksum import of_bytes
-from fastdeploy_rl.coverage import Coverage
-from fastdeploy_rl.dtypes import numpy_dtype
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.errors import FastDeployRLError, NoPublicationError
-from fastdeploy_rl.sources.rank_slices import local_shape
 from fastdeploy_rl.testing import fake_checkpoint_transfer as fake
 from fastdeploy_rl.update.client import BoardClient
-from tests.process.numpy_engine import NumpyEngine, held_bytes
-from tests.process.test_layout_matrix import Matrix, add_fused, add_plain, add_transposed, add_vocabulary
+from tests.process.numpy_engine import NumpyEngine
+from tests.process.test_strategies import MATRIX
 
 Weights = dict[str, np.ndarray]
 NUM_RANKS = 2
-
-
-def some_of_everything() -> Matrix:
-    matrix = Matrix()
-    for dtype in ("F32", "BF16", "U8"):
-        for add in (add_plain, add_transposed, add_fused, add_vocabulary):
-            add(matrix, dtype)
-    return matrix
-
-
-MODEL = some_of_everything().model
-
-
-def send(wire: Path, step: int, weights: Weights) -> None:
-    """Each rank is sent what it is to hold, as the engine holds it."""
-    fake.send(wire, step, [part_of(weights, rank) for rank in range(NUM_RANKS)])
-
-
-def part_of(weights: Weights, rank: int) -> Weights:
-    return {
-        spec.name: np.frombuffer(held_bytes(spec, weights, rank, NUM_RANKS), numpy_dtype(spec.dtype)).reshape(
-            local_shape(spec, NUM_RANKS)
-        )
-        for spec in MODEL.specs
-        if spec.coverage is Coverage.UPDATED
-    }
+MODEL = MATRIX.model
 
 
 @pytest.mark.parametrize("api", ["downloader", "stream"])
@@ -69,12 +41,17 @@ def test_an_engine_follows_the_steps_that_its_trainer_sends(
         ) as engine,
         BoardClient(engine.port) as client,
     ):
+
+        def send(step: int, weights: Weights) -> None:
+            """Each rank is sent what it is to hold, as the engine holds it."""
+            fake.send(wire, step, [engine.slices(weights, rank) for rank in range(NUM_RANKS)])
+
         cold = engine.tokens()
         with pytest.raises(NoPublicationError, match="cannot tell its latest"):
             client.update()
         assert engine.tokens() == cold
         for step, weights in ((5, a), (6, b), (7, a)):
-            send(wire, step, weights)
+            send(step, weights)
             version_file.write_text(f"step: {step}\n")
             report = client.update()
             assert (report.outcome, report.version) == ("done", f"1.{step}")
@@ -86,10 +63,10 @@ def test_an_engine_follows_the_steps_that_its_trainer_sends(
         with pytest.raises(FastDeployRLError, match="step 8"):
             client.update()
         assert engine.holds(a)
-        send(wire, 8, b)
+        send(8, b)
         assert client.update().version == "1.8"
         assert engine.holds(b)
         version_file.unlink()
-        send(wire, 9, a)
+        send(9, a)
         assert client.update("9").version == "1.9"  # as FastDeploy's own routes name a step
         assert engine.holds(a)

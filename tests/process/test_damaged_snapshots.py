@@ -1,5 +1,5 @@
-"""Files that went wrong after they were written: the next older whole version is taken where none was named, the damaged
-one is refused by name, and what was live stays bitwise."""
+"""Files that went wrong after they were written: the next older whole version is taken where none was named, the
+damaged one is refused by name, and what was live stays bitwise."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from fastdeploy_rl.coverage import Coverage, FusedPart, ParameterSpec
-from fastdeploy_rl.dtypes import numpy_dtype
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import (
     CheckpointError,
@@ -58,22 +57,11 @@ class Scene:
     def __init__(self, model: NumpyModel, model_dir: Path, engine: NumpyEngine, client: BoardClient) -> None:
         self.model, self.model_dir, self.engine, self.client = model, model_dir, engine, client
 
-    def slices(self, weights: Weights, rank: int) -> Weights:
-        """What a rank's file holds: its own parameters, byte by byte."""
-        specs = {spec.name: spec for spec in self.model.specs}
-        held = self.engine.expected(weights, rank)
-        return {
-            name: np.frombuffer(data, numpy_dtype(specs[name].dtype)).reshape(self._shape(specs[name]))
-            for name, data in held.items()
-        }
-
-    def _shape(self, spec: ParameterSpec) -> tuple[int, ...]:
-        return tuple(size // RANKS if axis == spec.shard_axis else size for axis, size in enumerate(spec.shape))
-
     def write(self, seed: int, step: int, num_parts: int = 2) -> Weights:
         weights = random_weights(self.model, seed)
         for rank in range(RANKS):
-            write_model_state(self.model_dir, self.slices(weights, rank), rank=rank, gpu=rank, num_parts=num_parts)
+            slices = self.engine.slices(weights, rank)
+            write_model_state(self.model_dir, slices, rank=rank, gpu=rank, num_parts=num_parts)
         write_version(self.model_dir, step)
         return weights
 
@@ -131,7 +119,7 @@ def test_every_format_of_fastdeploy_is_taken_over_bitwise(tmp_path: Path, apply_
             path.unlink()
         saved = random_weights(FUSED, 9)
         for rank in range(RANKS):
-            write_saved_model_state(tmp_path / "channel", scene.slices(saved, rank), rank=rank, gpu=rank)
+            write_saved_model_state(tmp_path / "channel", scene.engine.slices(saved, rank), rank=rank, gpu=rank)
         write_version(scene.model_dir, 5)
         scene.update(saved, "1.5")
 
@@ -148,7 +136,7 @@ def test_what_is_missing_mixed_or_damaged_is_refused_and_the_next_good_version_i
         for path in scene.model_dir.glob("*.pdparams"):
             path.unlink()
 
-    directory = scene.model_dir
+    directory, other = scene.model_dir, random_weights(FUSED, 3)
     last = directory / part_name(1, 1, 1)
     spoil((directory / part_name(0, 0, 0)).unlink, CoverageError, "rank 0 of 2 has none")
     spoil(last.unlink, CoverageError, "rank 1 of 2 has none")
@@ -158,7 +146,7 @@ def test_what_is_missing_mixed_or_damaged_is_refused_and_the_next_good_version_i
     spoil(lambda: last.chmod(0o666), ConfigurationError, "every user of this machine")
     spoil(lambda: save_file({"more": np.ones(3)}, directory / part_name(0, 0, 2)), CoverageError, "more: not a tensor")
     spoil(
-        lambda: write_model_state(directory, scene.slices(random_weights(FUSED, 3), 1), rank=1, gpu=1, num_parts=2),
+        lambda: write_model_state(directory, scene.engine.slices(other, 1), rank=1, gpu=1, num_parts=2),
         TrainerError,
         "has different values in",
     )

@@ -16,7 +16,7 @@ from fastdeploy_rl.manifest import Manifest, Part, Segment, build_manifest
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.plan.proofs import check_plan, check_reads
-from fastdeploy_rl.sources.rank_slices import JoinedTensors, Slice, join_slices, local_shape
+from fastdeploy_rl.sources.rank_slices import JoinedTensors, Slice, join_slices
 from fastdeploy_rl.update.planned_transfer import transfer_planned
 
 Array = NDArray[Any]
@@ -47,7 +47,7 @@ def numbers(shape: tuple[int, ...], first: int) -> Array:
 
 def slices_of(spec: ParameterSpec, num_ranks: int) -> list[Array]:
     """What each rank has; all the same where the parameter is not cut. Rows that pad a vocabulary are zero."""
-    shape = local_shape(spec, num_ranks)
+    shape = spec.local_shape(num_ranks)
     step = int(np.prod(shape)) if spec.shard_axis is not None else 0
     slices = [numbers(shape, rank * step) for rank in range(num_ranks)]
     if spec.vocab_rows is not None:

@@ -25,7 +25,6 @@ from fastdeploy_rl.engines.embedded.model_config import (
     EMBEDDING,
     HEAD,
     ModelConfig,
-    local_shape,
     parameter_specs,
     read_config,
 )
@@ -92,7 +91,7 @@ class Checkpoint:
         self.config.check_divides(num_ranks)
         self._check_tied_head(rank, num_ranks)
         specs = list(self._stored_specs(num_ranks))
-        views = _place({spec.name: local_shape(spec, num_ranks) for spec in specs})
+        views = _place({spec.name: spec.local_shape(num_ranks) for spec in specs})
         for spec in specs:
             target, source = views[spec.name].numpy(), self._slice(spec, rank, num_ranks)
             target[: len(source)] = source

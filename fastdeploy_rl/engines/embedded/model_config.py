@@ -131,11 +131,6 @@ def parameter_specs(config: ModelConfig, num_ranks: int = 1) -> tuple[ParameterS
     return tuple(_spec(name, shape, config) for name, shape in shapes.items())
 
 
-def local_shape(spec: ParameterSpec, num_ranks: int) -> tuple[int, ...]:
-    """Shape of one rank's slice of a parameter."""
-    return tuple(size // num_ranks if axis == spec.shard_axis else size for axis, size in enumerate(spec.shape))
-
-
 def _spec(name: str, shape: tuple[int, ...], config: ModelConfig) -> ParameterSpec:
     if name not in (EMBEDDING, HEAD):
         return ParameterSpec(name, "F32", shape, shard_axis(name))

@@ -37,7 +37,7 @@ from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
 from fastdeploy_rl.engines.embedded.engine_client import EngineClient, WorkerLink
 from fastdeploy_rl.engines.embedded.generation_config import read_generation_defaults
 from fastdeploy_rl.engines.embedded.messages import SLOT_BYTES, Ready, Tokens, WorkerConfig
-from fastdeploy_rl.engines.embedded.model_config import ModelConfig, local_shape, parameter_specs
+from fastdeploy_rl.engines.embedded.model_config import ModelConfig, parameter_specs
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, default_num_pages
 from fastdeploy_rl.engines.embedded.restart_budget import MAX_DEATHS, RestartBudget
 from fastdeploy_rl.engines.embedded.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ class CheckedModel:
     def weight_bytes(self, num_ranks: int) -> int:
         """Of one rank, in float32; a tied head is counted once."""
         own = [spec for spec in parameter_specs(self.config, num_ranks) if spec.coverage is Coverage.UPDATED]
-        return sum(math.prod(local_shape(spec, num_ranks)) * itemsize(spec.dtype) for spec in own)
+        return sum(math.prod(spec.local_shape(num_ranks)) * itemsize(spec.dtype) for spec in own)
 
     def kv_cache_bytes(self, num_ranks: int, max_num_seqs: int) -> int:
         """Of one rank when every page is in use, in float32."""

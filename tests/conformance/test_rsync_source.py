@@ -547,7 +547,7 @@ def test_a_config_that_cannot_work_is_refused_before_anything_is_opened(channel:
 
 def test_an_engine_may_look_before_there_is_a_server_and_finds_it_again_at_another_port(channel: Path) -> None:
     source = registry.create("rsync", SourceConfig(channel))
-    with pytest.raises(PeerLostError, match="no weight server"):
+    with pytest.raises(PeerLostError, match="weight server: no channel at"):
         source.resolve(None, deadline_ns=soon())
     assert not channel.exists()
     with WeightPublisher(channel) as publisher:

@@ -126,7 +126,7 @@ def test_a_file_that_does_not_say_where_is_an_error_of_ours(channel: Path, data:
 
 
 def test_no_channel_has_no_server_and_an_open_one_is_not_believed(channel: Path) -> None:
-    with pytest.raises(PeerLostError, match="no weight server"):
+    with pytest.raises(PeerLostError, match=f"no channel at {channel}"):
         read_server_address(channel)
     assert not channel.exists()
     with WeightServer(channel):

@@ -288,10 +288,10 @@ def _mtime_ns(path: Path) -> int:
 
 
 class _Piece(NamedTuple):
-    """Some rows of a part, or some bytes of one row, which is number `holder` of all parts and twins; in a scratch
+    """Some rows of a part, or some bytes of one row, which is number `part` of all parts and twins; in a scratch
     memory they lie from `target_offset` on."""
 
-    holder: int
+    part: int
     segment: int
     rows: PartRows
     total_bytes: int
@@ -304,21 +304,7 @@ def _describe(
     """Reads every byte. TrainerError where twins differ."""
     begun = time.monotonic()
     layout = found.read_layout()
-    tensors = {tensor.name: tensor for tensor in layout.tensors}
-    holders = [(tensor, part) for tensor in layout.tensors for part in tensor.parts]
-    holders += [(tensors[name], part) for name, part in layout.twins]
-    sums = _sum_up(found.directory, files, holders, config.num_threads, deadline_ns)
-    totals = dict.fromkeys(tensors, ZERO)
-    own = len(holders) - len(layout.twins)
-    for (tensor, _), value in zip(holders[:own], sums, strict=False):
-        totals[tensor.name] = add(totals[tensor.name], value)
-    for (tensor, part), value in zip(holders[own:], sums[own:], strict=True):
-        if value != totals[tensor.name]:
-            raise TrainerError(
-                f"{tensor.name!r} has different values in {found.names[tensor.parts[0].segment]} and in "
-                f"{found.names[part.segment]}: it is not split over ranks, so they must be equal; files of two "
-                "versions may be mixed"
-            )
+    totals = _totals(found, files, layout, config.num_threads, deadline_ns)
     if _identities(found) != tuple(files):
         raise NoPublicationError(f"files in {found.directory} changed while they were read; update again")
     segments = [
@@ -333,18 +319,39 @@ def _describe(
     return manifest
 
 
+def _totals(
+    found: FoundFiles, files: Sequence[FileIdentity], layout: FileLayout, num_threads: int, deadline_ns: int
+) -> dict[str, Fletcher4]:
+    """The checksum of each whole tensor."""
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    parts = [(tensor, part) for tensor in layout.tensors for part in tensor.parts]
+    twins = [(tensors[name], part) for name, part in layout.twins]
+    sums = _sum_up(found.directory, files, [*parts, *twins], num_threads, deadline_ns)
+    totals = dict.fromkeys(tensors, ZERO)
+    for (tensor, _), value in zip(parts, sums, strict=False):
+        totals[tensor.name] = add(totals[tensor.name], value)
+    for (tensor, part), value in zip(twins, sums[len(parts) :], strict=True):
+        if value != totals[tensor.name]:
+            raise TrainerError(
+                f"{tensor.name!r} has different values in {found.names[tensor.parts[0].segment]} and in "
+                f"{found.names[part.segment]}: it is not split over ranks, so they must be equal; files of two "
+                "versions may be mixed"
+            )
+    return totals
+
+
 def _sum_up(
     directory: Path,
     files: Sequence[FileIdentity],
-    holders: Sequence[tuple[Tensor, Part]],
+    parts: Sequence[tuple[Tensor, Part]],
     num_threads: int,
     deadline_ns: int,
 ) -> list[Fletcher4]:
     """Of each part: its share in the checksum of the whole tensor."""
-    sums = [ZERO] * len(holders)
+    sums = [ZERO] * len(parts)
     pieces = [
-        _Piece(holder, part.segment, rows, tensor.num_bytes)
-        for holder, (tensor, part) in enumerate(holders)
+        _Piece(number, part.segment, rows, tensor.num_bytes)
+        for number, (tensor, part) in enumerate(parts)
         for rows in pieces_of(tensor, part, _BATCH_BYTES)
     ]
     scratch = _native.Mapping.private(max((end for _, end in _batches(pieces)), default=1))
@@ -358,7 +365,7 @@ def _sum_up(
                 "update a later deadline"
             ) from late
         for piece, value in zip(batch, _sums_of(batch, scratch, num_threads), strict=True):
-            sums[piece.holder] = add(sums[piece.holder], value)
+            sums[piece.part] = add(sums[piece.part], value)
         done += sum(piece.rows.num_bytes for piece in batch)
     scratch.close()
     return sums

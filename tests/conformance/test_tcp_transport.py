@@ -436,6 +436,17 @@ def said_to(address: str, data: bytes) -> bytes:
         return bytes(answer)
 
 
+def offered_in_haste(address: str) -> Offer:
+    """However often we are too slow for a hasty server, on a machine that is busy."""
+    deadline_ns = soon()
+    while True:
+        try:
+            return TcpTransport(address).offer(None, deadline_ns=deadline_ns)
+        except PeerLostError:
+            if time.monotonic_ns() >= deadline_ns:
+                raise
+
+
 HOSTILE = {
     "silence": b"",
     "HTTP": b"GET / HTTP/1.1\r\n\r\n",
@@ -471,7 +482,7 @@ def test_a_hostile_client_costs_little_and_the_server_goes_on(
         finally:
             tracemalloc.stop()
         assert len(answer) < 4096
-        assert TcpTransport(server.address).offer(None, deadline_ns=soon()).version == version
+        assert offered_in_haste(server.address).version == version
         assert server.num_payload_bytes == 0
 
 
@@ -593,9 +604,13 @@ def test_when_a_version_was_withdrawn_nobody_reads_it_any_more(shelf: OneVersion
             take_all(connection)
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["idle", "slow"])
-def test_a_client_that_does_nothing_is_let_go_with_the_version_it_held(shelf: OneVersion, asks: bool) -> None:
-    with TcpServer(shelf, deadlines=HASTY) as server, holding(server) as connection:
+@pytest.mark.parametrize(
+    ("deadlines", "asks"), [(Deadlines(idle_s=0.5), False), (Deadlines(stall_s=0.2), True)], ids=["idle", "slow"]
+)
+def test_a_client_that_does_nothing_is_let_go_with_the_version_it_held(
+    shelf: OneVersion, deadlines: Deadlines, asks: bool
+) -> None:
+    with TcpServer(shelf, deadlines=deadlines) as server, holding(server) as connection:
         if asks:
             connection.read(shelf.holdings(), soon())
         assert shelf.is_let_go.wait(20)

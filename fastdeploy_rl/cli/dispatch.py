@@ -43,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
+    _open_closed_streams()
     parser = make_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
@@ -69,6 +70,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"fastdeploy-rl: error: {one_line(str(error))}", file=sys.stderr)
         return 1
+
+
+def _open_closed_streams() -> None:
+    """A stream that whoever started us closed (`>&-`) has no object, and its number goes to the next file that is
+    opened: whatever prints without asking Python would write into that."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _missing_text(package: str, *, is_engine: bool) -> str:

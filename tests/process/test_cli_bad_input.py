@@ -43,6 +43,21 @@ def refusal(*command: str, cwd: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_that_is_closed_is_no_obstacle(tmp_path: Path, closed: int) -> None:
+    """As `>&-` closes it."""
+    command = [*CLI, "snapshot", "--list", "--ipc-dir", str(tmp_path)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=False,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == (closed != 1)
+
+
 # --- serve -----------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,10 @@
-"""Weights that come without a manifest: rank 0 reads every byte once and writes the manifest that the others find.
+"""Weights that come without a manifest: rank 0 makes one (sources/describing.py) and keeps it where the others find it.
 
     {channel}/described/                 0700
         manifest-{version}-{digest16}.json   as in a channel
         SET-{key32}                          JSON as `LATEST`: the manifest of the files whose identities make the key
 
-Owns that directory, and the reading. Refuses to know formats: who found the files says what lies in them. Invariant: a
+Owns that directory, and which version files are. Refuses to know formats, and how files are read. Invariant: a
 `SET` names a manifest whose checksums were made from exactly the files that its key was made from; files that change
 have another key, so that their manifest is made anew, also where their version is the same.
 """
@@ -17,34 +17,28 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl import _native
 from fastdeploy_rl import manifest as manifests
-from fastdeploy_rl.checksum import ZERO, Fletcher4, add
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
     ManifestError,
     NoPublicationError,
-    TrainerError,
 )
-from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, build_manifest
+from fastdeploy_rl.manifest import Manifest, build_manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
-from fastdeploy_rl.plan.byte_range import ByteRange
-from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
+from fastdeploy_rl.sources.describing import FoundFiles, describe, identities
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, WantedVersion, version_written_ns, wanted_version
 from fastdeploy_rl.transport.base import Offer
-from fastdeploy_rl.transport.files import FileFetch, FileIdentity, FileTransport, OfferedFiles, identity_of
+from fastdeploy_rl.transport.files import FileIdentity, FileTransport, OfferedFiles
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -53,30 +47,6 @@ _DIRECTORY = "described"
 _SET_NAME = re.compile(r"SET-[0-9a-f]{32}", re.ASCII)
 _MAX_RECORD_BYTES = 4096
 _KEPT_SETS = 4
-_BATCH_BYTES = 32 << 20
-"""Read, then summed up, before the next is read: what rank 0 needs beside its own weights."""
-
-
-class FileLayout(NamedTuple):
-    """What lies in a set of files: `layout` and `aliases` as in a manifest, `tensors` without checksums, whose parts
-    count the files as segments. `twins`: other places where all the bytes of a tensor lie too."""
-
-    layout: str
-    tensors: Sequence[Tensor]
-    twins: Sequence[tuple[str, Part]] = ()
-    aliases: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class FoundFiles:
-    """Files that together are one version, found and not read. `read_layout` reads their headers; it raises
-    TrainerError or CheckpointError where they are not what they should be. `how`: what the layout depends on beside the
-    files, as text."""
-
-    directory: Path
-    names: tuple[str, ...]
-    read_layout: Callable[[], FileLayout]
-    how: str
 
 
 class DescribedFiles:
@@ -99,7 +69,7 @@ class DescribedFiles:
         if found is None:
             raise NoPublicationError(f"nothing is published in {self._where}")
         check_not_open_to_all(found.directory, found.names)
-        files = _identities(found)
+        files = identities(found)
         own = self._version_of(found, files)
         if version is not None and version != own:
             raise NoPublicationError(f"version {version} is not to be had: {found.directory} has {own}")
@@ -163,7 +133,10 @@ class DescribedFiles:
                 f"rank 0 has not described version {version} of {found.directory} (yet), or the files changed since; "
                 "update again"
             )
-        manifest = known[0] if known is not None else _describe(found, files, version, self._config, deadline_ns)
+        if known is not None:
+            manifest = known[0]
+        else:
+            manifest = describe(found, files, version, self._config.num_threads, deadline_ns)
         if manifest.weight_version != version:
             # The same files under another version: their bytes are known.
             manifest = build_manifest(version, manifest.layout, manifest.segments, manifest.tensors, manifest.aliases)
@@ -204,16 +177,6 @@ def check_not_open_to_all(directory: Path, names: Sequence[str]) -> None:
                 f"{directory} can be replaced by every user of this machine: {parent} is open to them "
                 f"(mode {mode:04o}); chmod o-w {parent}"
             )
-
-
-def _identities(found: FoundFiles) -> tuple[FileIdentity, ...]:
-    files = []
-    for name in found.names:
-        try:
-            files.append(identity_of(found.directory / name))
-        except OSError as error:
-            raise NoPublicationError(f"{found.directory / name}: {error.strerror}; update again") from error
-    return tuple(files)
 
 
 def _key(found: FoundFiles, files: Sequence[FileIdentity]) -> str:
@@ -282,144 +245,6 @@ def _mtime_ns(path: Path) -> int:
         return os.stat(path).st_mtime_ns
     except OSError:
         return 0
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-class _Piece(NamedTuple):
-    """Some rows of a part, or some bytes of one row, which is number `part` of all parts and twins; in a scratch
-    memory they lie from `target_offset` on."""
-
-    part: int
-    segment: int
-    rows: PartRows
-    total_bytes: int
-    target_offset: int = 0
-
-
-def _describe(
-    found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion, config: SourceConfig, deadline_ns: int
-) -> Manifest:
-    """Reads every byte. TrainerError where twins differ."""
-    begun = time.monotonic()
-    layout = found.read_layout()
-    totals = _totals(found, files, layout, config.num_threads, deadline_ns)
-    if _identities(found) != tuple(files):
-        raise NoPublicationError(f"files in {found.directory} changed while they were read; update again")
-    segments = [
-        Segment(kind="file", locator=file.name, num_bytes=file.num_bytes, arena=0, generation=0) for file in files
-    ]
-    summed = [msgspec.structs.replace(tensor, checksum=totals[tensor.name].hex()) for tensor in layout.tensors]
-    manifest = build_manifest(version, layout.layout, segments, summed, layout.aliases)
-    _log.info(
-        "event=described version=%s directory=%s files=%d bytes=%d seconds=%.3f",
-        *(version, found.directory, len(files), sum(file.num_bytes for file in files), time.monotonic() - begun),
-    )
-    return manifest
-
-
-def _totals(
-    found: FoundFiles, files: Sequence[FileIdentity], layout: FileLayout, num_threads: int, deadline_ns: int
-) -> dict[str, Fletcher4]:
-    """The checksum of each whole tensor."""
-    tensors = {tensor.name: tensor for tensor in layout.tensors}
-    parts = [(tensor, part) for tensor in layout.tensors for part in tensor.parts]
-    twins = [(tensors[name], part) for name, part in layout.twins]
-    sums = _sum_up(found.directory, files, [*parts, *twins], num_threads, deadline_ns)
-    totals = dict.fromkeys(tensors, ZERO)
-    for (tensor, _), value in zip(parts, sums, strict=False):
-        totals[tensor.name] = add(totals[tensor.name], value)
-    for (tensor, part), value in zip(twins, sums[len(parts) :], strict=True):
-        if value != totals[tensor.name]:
-            raise TrainerError(
-                f"{tensor.name!r} has different values in {found.names[tensor.parts[0].segment]} and in "
-                f"{found.names[part.segment]}: it is not split over ranks, so they must be equal; files of two "
-                "versions may be mixed"
-            )
-    return totals
-
-
-def _sum_up(
-    directory: Path,
-    files: Sequence[FileIdentity],
-    parts: Sequence[tuple[Tensor, Part]],
-    num_threads: int,
-    deadline_ns: int,
-) -> list[Fletcher4]:
-    """Of each part: its share in the checksum of the whole tensor."""
-    sums = [ZERO] * len(parts)
-    pieces = [
-        _Piece(number, part.segment, rows, tensor.num_bytes)
-        for number, (tensor, part) in enumerate(parts)
-        for rows in pieces_of(tensor, part, _BATCH_BYTES)
-    ]
-    scratch = _native.Mapping.private(max((end for _, end in _batches(pieces)), default=1))
-    done, total = 0, sum(piece.rows.num_bytes for piece in pieces)
-    for batch, _ in _batches(pieces):
-        try:
-            _fetch(directory, files, [_wanted(piece) for piece in batch], scratch, num_threads, deadline_ns)
-        except DeadlineExceededError as late:
-            raise DeadlineExceededError(
-                f"{late}; to describe them takes reading all of their {total} bytes, of which {done} were: give the "
-                "update a later deadline"
-            ) from late
-        for piece, value in zip(batch, _sums_of(batch, scratch, num_threads), strict=True):
-            sums[piece.part] = add(sums[piece.part], value)
-        done += sum(piece.rows.num_bytes for piece in batch)
-    scratch.close()
-    return sums
-
-
-def _fetch(
-    directory: Path,
-    files: Sequence[FileIdentity],
-    ranges: Sequence[ByteRange],
-    scratch: _native.Mapping,
-    num_threads: int,
-    deadline_ns: int,
-) -> None:
-    with contextlib.closing(FileFetch(directory, files, ranges, scratch, num_threads, deadline_ns)) as fetch:
-        for _ in fetch.arrivals():
-            pass
-
-
-def _sums_of(batch: Sequence[_Piece], scratch: _native.Mapping, num_threads: int) -> Iterator[Fletcher4]:
-    regions = [
-        _native.Region(
-            source=scratch,
-            source_offset=piece.target_offset,
-            source_stride=piece.rows.row_bytes,
-            rows=piece.rows.rows,
-            row_bytes=piece.rows.row_bytes,
-            read_place=_native.Place(piece.rows.place_offset, piece.rows.place_stride, piece.total_bytes),
-        )
-        for piece in batch
-    ]
-    try:
-        return iter([Fletcher4(*(read or ZERO)) for read, _ in _native.transfer(regions, num_threads)])
-    finally:
-        regions.clear()
-
-
-def _batches(pieces: Sequence[_Piece]) -> Iterator[tuple[list[_Piece], int]]:
-    """Pieces with their places in a scratch memory that every batch uses anew, and how much of it they need."""
-    batch: list[_Piece] = []
-    end = 0
-    for piece in pieces:
-        if batch and end + piece.rows.num_bytes > _BATCH_BYTES:
-            yield batch, end
-            batch, end = [], 0
-        batch.append(piece._replace(target_offset=end))
-        end = manifests.aligned(end + piece.rows.num_bytes)
-    if batch:
-        yield batch, end
-
-
-def _wanted(piece: _Piece) -> ByteRange:
-    """Rows that follow each other in the file are one run for whoever reads it."""
-    size = piece.rows.num_bytes
-    return ByteRange(piece.segment, piece.rows.source_offset, size, 1, size, piece.target_offset)
 
 
 # --- as a source ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
 from fastdeploy_rl.sources.base import SourceConfig
-from fastdeploy_rl.sources.described import FileLayout, FoundFiles
+from fastdeploy_rl.sources.describing import FileLayout, FoundFiles
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
 
 _log = logging.getLogger(__name__)

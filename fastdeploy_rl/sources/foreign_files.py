@@ -13,7 +13,8 @@ merely because it is there: somebody has to name it, or to number it.
 from functools import partial
 
 from fastdeploy_rl.sources.base import SourceConfig
-from fastdeploy_rl.sources.described import DescribedSource, FoundFiles
+from fastdeploy_rl.sources.described import DescribedSource
+from fastdeploy_rl.sources.describing import FoundFiles
 from fastdeploy_rl.sources.fastdeploy_files import find_fastdeploy
 from fastdeploy_rl.sources.hugging_face_files import find_hugging_face
 from fastdeploy_rl.sources.version_file import wanted_version

@@ -12,7 +12,7 @@ from fastdeploy_rl.manifest import Part, Tensor
 from fastdeploy_rl.memory.checkpoint_files import UNUSED_SUFFIX, CheckpointFiles, find_checkpoint_files
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.plan.conventions import hugging_face
-from fastdeploy_rl.sources.described import FileLayout, FoundFiles
+from fastdeploy_rl.sources.describing import FileLayout, FoundFiles
 from fastdeploy_rl.sources.rank_slices import UNSUMMED
 
 

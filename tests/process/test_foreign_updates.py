@@ -28,7 +28,7 @@ from fastdeploy_rl.publish.fastdeploy_files import (
     write_version,
 )
 from fastdeploy_rl.report import UpdateReport
-from fastdeploy_rl.sources import described
+from fastdeploy_rl.sources import described, describing
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import DescribedFiles
 from fastdeploy_rl.sources.foreign_files import find_foreign
@@ -182,7 +182,7 @@ def described_as(config: SourceConfig) -> Path:
 def record_name(config: SourceConfig) -> str:
     found = find_foreign(config)
     assert found is not None
-    return f"SET-{described._key(found, described._identities(found))}"
+    return f"SET-{described._key(found, describing.identities(found))}"
 
 
 def test_a_checkpoint_directory_is_taken_over_from_where_it_is_named(tmp_path: Path):

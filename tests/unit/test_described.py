@@ -15,9 +15,10 @@ import pytest
 from fastdeploy_rl import checksum
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, NoPublicationError, TrainerError
 from fastdeploy_rl.manifest import Manifest, Part, Tensor
-from fastdeploy_rl.sources import described
+from fastdeploy_rl.sources import described, describing
 from fastdeploy_rl.sources.base import SourceConfig
-from fastdeploy_rl.sources.described import DescribedFiles, FileLayout, FoundFiles
+from fastdeploy_rl.sources.described import DescribedFiles
+from fastdeploy_rl.sources.describing import FileLayout, FoundFiles
 from fastdeploy_rl.sources.rank_slices import UNSUMMED
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.version import WeightVersion
@@ -89,7 +90,7 @@ def scene(tmp_path: Path) -> Scene:
 def test_checksums_are_those_of_the_whole_tensors_however_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int | None, batch_bytes: int
 ) -> None:
-    monkeypatch.setattr(described, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(describing, "_BATCH_BYTES", batch_bytes)
     manifest = Scene(tmp_path, axis).offer().manifest
     assert {tensor.name: tensor.checksum for tensor in manifest.tensors} == {
         "w": checksum.of_bytes(WHOLE.tobytes()).hex(),
@@ -170,8 +171,8 @@ def test_files_that_change_while_they_are_read_are_not_described(scene: Scene, m
         write(scene.directory, seed=1)
         return sums
 
-    original = described._sum_up
-    monkeypatch.setattr(described, "_sum_up", sum_up)
+    original = describing._sum_up
+    monkeypatch.setattr(describing, "_sum_up", sum_up)
     with pytest.raises(NoPublicationError, match="changed while they were read"):
         scene.offer()
     assert list(scene.store.iterdir()) == []
@@ -187,14 +188,14 @@ def test_who_comes_while_another_reads_waits_until_its_own_deadline(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_reading, go_on = threading.Event(), threading.Event()
-    original = described._describe
+    original = described.describe
 
     def describe(*arguments: Any) -> Manifest:
         is_reading.set()
         assert go_on.wait(20)
         return original(*arguments)
 
-    monkeypatch.setattr(described, "_describe", describe)
+    monkeypatch.setattr(described, "describe", describe)
     config = SourceConfig(scene.channel, scene.directory, 0, 2)
     files = DescribedFiles(config, scene.find, "nowhere")
     with ThreadPoolExecutor(1) as pool:

@@ -46,7 +46,7 @@ class HeldReader:
 
     def runs(self, ranges: Sequence[ByteRange]) -> Sequence[Run]:
         places = self._version.held.places(ranges)
-        return [Run(self._version.mapping, offset, num_bytes) for offset, num_bytes in places]
+        return [Run(self._version.mapping, *place) for place in places]
 
     def holdings(self) -> Sequence[ByteRange]:
         return self._version.ranges

@@ -14,7 +14,7 @@ from fastdeploy_rl.errors import NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor
 from fastdeploy_rl.sources.held_versions import HeldVersions
 from fastdeploy_rl.transport.base import ByteRange, Offer
-from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece
+from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece, Place
 from fastdeploy_rl.version import WeightVersion
 
 SIZES = (4096, 1000, 0, 64)
@@ -62,8 +62,12 @@ def packed(ranges: Sequence[ByteRange], gap: int = 0) -> list[ByteRange]:
     return placed
 
 
-def found(places: Sequence[tuple[int, int]], arena: Mapping) -> bytes:
-    return b"".join(bytes(memoryview(arena)[offset : offset + size]) for offset, size in places)
+def found(places: Sequence[Place], arena: Mapping) -> bytes:
+    return b"".join(
+        bytes(memoryview(arena)[place.offset + row * place.stride :][: place.num_bytes])
+        for place in places
+        for row in range(place.rows)
+    )
 
 
 WHOLE = [ByteRange(0, 0, 0, 1, 4096, 0), ByteRange(1, 0, 0, 1, 1000, 4096)]
@@ -100,6 +104,17 @@ def test_whatever_is_asked_for_comes_byte_by_byte_or_not_at_all(
     else:
         with pytest.raises(NoPublicationError, match="not all held here"):
             index.places(wanted)
+
+
+def test_rows_of_one_pattern_are_one_place() -> None:
+    """Whatever comes before and behind them."""
+    held = packed([ByteRange(0, 0, 32, 100, 16, 0)], 0)
+    index, arena = HeldBytes(held, SEGMENTS), fetched(held)
+    wanted = [ByteRange(0, 0, 16, 1, 8, 0), ByteRange(0, 8, 32, 100, 8, 0), ByteRange(0, 0, 16, 1, 8, 0)]
+    assert index.places(wanted[1:2]) == [Place(8, 8, 16, 100)]
+    assert len(index.places(wanted)) <= 5
+    assert found(index.places(wanted), arena) == b"".join(map(bytes_of, wanted))
+    assert index.places([]) == []
 
 
 def landings(pieces: Sequence[Piece]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -153,8 +168,8 @@ def test_what_was_fetched_as_rows_comes_in_one_piece_where_it_can() -> None:
     """A column slice is packed in the arena: who asks for the same slice is sent one run."""
     columns = ByteRange(0, 16, 64, 60, 32, 512)
     index = HeldBytes([columns], SEGMENTS)
-    assert index.places([columns]) == [(512, 60 * 32)]
-    assert index.places([columns._replace(row_bytes=8, rows=2)]) == [(512, 8), (544, 8)]
+    assert index.places([columns]) == [Place(512, 60 * 32, 60 * 32, 1)]
+    assert index.places([columns._replace(row_bytes=8, rows=2)]) == [Place(512, 8, 32, 2)]
 
 
 def test_neighbours_of_another_segment_are_not_taken_for_its_own() -> None:
@@ -220,7 +235,7 @@ def test_a_reader_gets_the_bytes_from_the_mapping_that_was_held(shelf: HeldVersi
     wanted = [ByteRange(1, 10, 0, 1, 20, 0), ByteRange(0, 5, 100, 3, 7, 0)]
     runs = reader.runs(wanted)
     assert all(run.mapping is arena for run in runs)
-    assert found([(run.offset, run.num_bytes) for run in runs], arena) == b"".join(map(bytes_of, wanted))
+    assert found([Place(*run[1:]) for run in runs], arena) == b"".join(map(bytes_of, wanted))
     reader.close()
     reader.close()
     shelf.withdraw(arena)

@@ -507,17 +507,17 @@ MUTANTS = (
     _mutant(
         "latest_written_in_place",
         "a reader never sees half a file",
-        _CHANNEL,
-        'temporary = self.path / f".{name}.{secrets.token_hex(6)}.tmp"',
-        "temporary = self.path / name\n        temporary.unlink(missing_ok=True)",
+        f"{_P}publish/durable_files.py",
+        'unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")',
+        "unfinished = path\n    unfinished.unlink(missing_ok=True)",
         "tests/unit/test_channel.py",
     ),
     _mutant(
         "link_followed",
         "no file of a channel leads out of it",
-        _CHANNEL,
-        "os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK",
-        "os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK",
+        f"{_P}memory/regular_file.py",
+        "flags if follows_links else flags | os.O_NOFOLLOW",
+        "flags",
         "tests/unit/test_channel.py::test_a_latest_that_is_a_symbolic_link_is_refused",
     ),
     _mutant(

@@ -204,7 +204,7 @@ class FetchedVersion:
         """Ends the claim on whoever sent the bytes, and gives them to others from now on."""
         self._fetch.close()
         _logger.info(
-            "fetched version=%s bytes=%d received=%d seconds=%.3f",
+            "event=fetched version=%s bytes=%d received=%d seconds=%.3f",
             self._offer.version,
             self._gathering.fetched_bytes,
             self._fetch.num_bytes,

@@ -14,6 +14,7 @@ from fastdeploy_rl.transport.base import Run
 _SHORT_ROW_BYTES = 32 << 10
 _GATHERED_BYTES = 1 << 20
 _MAX_BUFFERS = 1024
+"""Of one batch: a view costs more than a short row has bytes."""
 
 
 class Outgoing:

@@ -184,7 +184,7 @@ class PeerFetch:
             yield from self._from_peer(engine, number)
         yield from self._from_publisher()
         _logger.info(
-            "event=fetched version=%s bytes_from_peers=%d bytes_from_publisher=%d",
+            "event=origins version=%s bytes_from_peers=%d bytes_from_publisher=%d",
             self._offer.version,
             self._num_bytes[_PEERS],
             self._num_bytes[_PUBLISHER],

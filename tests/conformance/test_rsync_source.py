@@ -219,7 +219,7 @@ def test_a_fetch_is_one_line_of_the_log(
         taken_in(resolved, staged)
     size = sum(value.nbytes for value in weights(1).values())
     (line,) = caplog.messages
-    assert line.startswith(f"fetched version={resolved.version} bytes={size} received={size} seconds=")
+    assert line.startswith(f"event=fetched version={resolved.version} bytes={size} received={size} seconds=")
     staged.release()
 
 

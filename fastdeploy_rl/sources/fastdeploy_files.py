@@ -22,6 +22,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -48,6 +49,14 @@ _LEGACY_NAME = re.compile(rf"model_state\.tp0(?P<gpu>{_GPU})\.pdparams", re.ASCI
 _MAX_ENTRIES = 10_000
 
 
+class _Kind(IntEnum):
+    """Of a snapshot; its place in the order of search."""
+
+    PARTS = 0
+    ONE_FILE = 1
+    LEGACY = 2
+
+
 class _Named(NamedTuple):
     """A file by what its name says. `rank` is None in the legacy names, `part` where the file is a rank's only one."""
 
@@ -57,11 +66,10 @@ class _Named(NamedTuple):
     name: str
 
     @property
-    def kind(self) -> int:
-        """The place in the order of search."""
+    def kind(self) -> _Kind:
         if self.rank is None:
-            return 2
-        return 1 if self.part is None else 0
+            return _Kind.LEGACY
+        return _Kind.ONE_FILE if self.part is None else _Kind.PARTS
 
 
 def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
@@ -77,7 +85,7 @@ def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
         named = _on_gpus(directory, named, gpus)
     kind = min(each.kind for each in named)
     of_kind = [each for each in named if each.kind == kind]
-    if kind == 2:
+    if kind is _Kind.LEGACY:
         ranks = _legacy(directory, of_kind, gpus, config.num_ranks)
     else:
         ranks = [_of_rank(directory, of_kind, rank, gpus) for rank in range(config.num_ranks)]

@@ -32,10 +32,6 @@ def file_name(rank: int, gpu: str | int) -> str:
     return f"model_state.tp{rank}.{gpu}.pdparams"
 
 
-def legacy_name(gpu: str | int) -> str:
-    return f"model_state.tp0{gpu}.pdparams"
-
-
 def write_model_state(
     directory: Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int, num_parts: int = 1
 ) -> list[Path]:

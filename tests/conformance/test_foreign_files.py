@@ -32,7 +32,6 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.fastdeploy_files import (
     file_name,
-    legacy_name,
     part_name,
     write_model_state,
     write_saved_model_state,
@@ -84,6 +83,11 @@ def in_parts(places: Places, rank: int, state: State) -> None:
 
 def in_one_file(places: Places, rank: int, state: State) -> None:
     write_model_state(places.model, state, rank=rank, gpu=rank)
+
+
+def legacy_name(gpu: int) -> str:
+    """As older releases of FastDeploy wrote them."""
+    return f"model_state.tp0{gpu}.pdparams"
 
 
 def in_a_legacy_file(places: Places, rank: int, state: State) -> None:

@@ -216,13 +216,16 @@ def failed(error: FastDeployRLError) -> Failed:
 
 
 def check_read(ranges: Sequence[ByteRange]) -> None:
-    """ValueError where answering would take more memory or time than one Read may. Segments are not known here."""
+    """ValueError where answering would take more memory or time than one Read may, or rows overlap, which nobody
+    needs. Segments are not known here."""
     if any(number < 0 or number >= _LIMIT for each in ranges for number in each):
         raise ValueError("ranges that no segment has")
     if sum(each.num_bytes for each in ranges) > MAX_READ_BYTES:
         raise ValueError(f"more than {MAX_READ_BYTES} bytes in one request")
     if sum(each.joined().rows for each in ranges) > MAX_ROWS:
         raise ValueError(f"more than {MAX_ROWS} rows in one request")
+    if any(each.rows > 1 and each.stride < each.row_bytes for each in ranges):
+        raise ValueError("ranges whose rows overlap")
 
 
 # --- secrets ----------------------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def test_a_hostile_client_costs_little_and_the_server_goes_on(
         assert server.num_payload_bytes == 0
 
 
-@pytest.mark.parametrize("wrong", ["rows", "bytes", "end", "segment"])
+@pytest.mark.parametrize("wrong", ["rows", "bytes", "end", "segment", "overlap"])
 def test_ranges_that_are_none_are_refused_and_the_connection_stays(
     server: WeightServer, publisher: WeightPublisher, wrong: str
 ) -> None:
@@ -498,6 +498,7 @@ def test_ranges_that_are_none_are_refused_and_the_connection_stays(
         "bytes": [ByteRange(0, 0, 0, wire.MAX_READ_BYTES + 1, 1, 0)],
         "end": [ByteRange(0, end - 10, 11, 1, 11, 0)],
         "segment": [ByteRange(1, 0, 1, 1, 1, 0)],
+        "overlap": [ByteRange(0, 0, 7, 2, 8, 0)],
     }[wrong]
     connection = Connection(server.address, None, Deadlines())
     connection.open(soon())

@@ -294,6 +294,7 @@ def test_a_bucket_can_be_asked_for_in_one_question_also_when_it_was_interrupted(
         ByteRange(0, 0, 2, wire.MAX_ROWS + 1, 1, 0),
         ByteRange(0, 0, 0, 2**40, 2**40, 0),
         ByteRange(0, 0, 1, 1, wire.MAX_READ_BYTES + 1, 0),
+        ByteRange(0, 0, 7, 2, 8, 0),
     ],
 )
 def test_a_question_that_would_cost_too_much_is_refused(wrong: ByteRange) -> None:

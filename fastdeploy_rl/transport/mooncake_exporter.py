@@ -2,12 +2,12 @@
 
 Owns one engine of the library and which memory it knows of. Refuses to know leases and connections: whoever holds a
 version keeps its memory. Invariant: memory is registered only from the first question where it lies until the last who
-asked has let the version go; after `cut` has returned nobody reads it.
+asked has let the version go.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,7 +19,6 @@ from fastdeploy_rl.transport.mooncake_engine import Library, MooncakeEngine, Moo
 from fastdeploy_rl.transport.wire import Places
 from fastdeploy_rl.version import WeightVersion
 
-_logger = logging.getLogger(__name__)
 _PATIENCE_S = 32
 """It only answers: no transfer of its own ever waits."""
 
@@ -61,7 +60,10 @@ class _Serving:
         return registered.address
 
     def unregister(self, mapping: Mapping) -> None:
-        registered = self._registered[mapping.address]
+        """Nothing happens after `close`, which took all back."""
+        registered = self._registered.get(mapping.address)
+        if registered is None:
+            return
         registered.num_holders -= 1
         if not registered.num_holders:
             del self._registered[mapping.address]
@@ -84,34 +86,17 @@ def _unmap(segment: SharedSegment | None) -> None:
 class Export:
     """Mappings that can be read at `session` from `addresses` on, one for each."""
 
-    def __init__(self, exporter: "MooncakeExporter", serving: _Serving) -> None:
-        self.session = serving.engine.session
-        self.addresses: tuple[int, ...] = ()
-        self._exporter = exporter
-        self._serving = serving
-        self._mappings: list[Mapping] = []
-
-    def add(self, mapping: Mapping, name: str) -> None:
-        self.addresses += (self._serving.register(mapping, name),)
-        self._mappings.append(mapping)
-
-    def take_back(self, serving: _Serving | None) -> bool:
-        """Forgets its mappings; False where it has none (any more) in the engine that serves now."""
-        is_served = bool(self._mappings) and self._serving is serving
-        while self._mappings:
-            mapping = self._mappings.pop()
-            if is_served:
-                self._serving.unregister(mapping)
-        return is_served
+    def __init__(self, session: str, addresses: tuple[int, ...], lock: threading.Lock, registered: ExitStack) -> None:
+        self.session = session
+        self.addresses = addresses
+        self._lock = lock
+        self._registered = registered
 
     def release(self) -> None:
-        """The reader has all that it wanted. A second release does nothing."""
-        self._exporter.release(self)
-
-    def cut(self) -> None:
-        """Nobody knows what the reader is doing, or the memory is needed for something else: when this returns nobody
-        reads it, nor anything else that was exported, whose readers have to ask again. Takes up to a second."""
-        self._exporter.cut(self)
+        """The reader has all that it wanted: new transfers are refused, those under way go on. A second release does
+        nothing."""
+        with self._lock:
+            self._registered.close()
 
 
 class MooncakeExporter:
@@ -131,44 +116,26 @@ class MooncakeExporter:
         return cls(settings, library or load_library())
 
     def export(self, segments: Sequence[Mapping], names: Sequence[str]) -> Export:
-        """Registers shared-memory segments, which must not overlap, until the export's `release` or `cut`; the caller
-        keeps them mapped. What the library refuses is raised as what its code means; then none of them is registered
-        for it."""
-        with self._lock:
+        """Registers shared-memory segments, which must not overlap, until the export's `release`; the caller keeps them
+        mapped. What the library refuses is raised as what its code means; then none of them is registered for it."""
+        with self._lock, ExitStack() as registered:
             serving = self._serving = self._serving or self._serve()
-            export = Export(self, serving)
-            try:
-                for mapping, name in zip(segments, names, strict=True):
-                    export.add(mapping, name)
-            except BaseException:
-                export.take_back(serving)
-                raise
-            return export
-
-    def release(self, export: Export) -> None:
-        with self._lock:
-            export.take_back(self._serving)
-
-    def cut(self, export: Export) -> None:
-        # The library checks an address when a transfer begins, and never again: only its end ends what is under way.
-        with self._lock:
-            if export.take_back(self._serving):
-                _logger.info("event=cut_off session=%s", export.session)
-                self._end()
+            addresses = []
+            for mapping, name in zip(segments, names, strict=True):
+                addresses.append(serving.register(mapping, name))
+                registered.callback(serving.unregister, mapping)
+            return Export(serving.engine.session, tuple(addresses), self._lock, registered.pop_all())
 
     def close(self) -> None:
         """Ends every export. A second close does nothing."""
         with self._lock:
-            self._end()
+            serving, self._serving = self._serving, None
+            if serving is not None:
+                serving.close()
 
     def _serve(self) -> _Serving:
         engine = MooncakeEngine.open(self._settings, self._library, patience_s=_PATIENCE_S)
         return _Serving(engine, needs_writable=self._settings.protocol == "rdma")
-
-    def _end(self) -> None:
-        serving, self._serving = self._serving, None
-        if serving is not None:
-            serving.close()
 
 
 @runtime_checkable
@@ -188,7 +155,8 @@ class WholeVersion(ShelvedVersion, Protocol):
 
 class ExportingShelf:
     """A shelf whose versions Mooncake can read while they are held. Give a `TcpServer` this as its shelf, and `locate`
-    as its `locate`; close the exporter after the server."""
+    as its `locate`; close the exporter after the server. `shelf`: one that withdraws nothing that is held, as a
+    channel's: a read of the library cannot be stopped."""
 
     def __init__(self, shelf: Shelf, exporter: MooncakeExporter) -> None:
         self._shelf = shelf
@@ -198,7 +166,7 @@ class ExportingShelf:
         return self._shelf.offer(version)
 
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "ExportedVersion":
-        return ExportedVersion.open(self._shelf, self._exporter, file_digest, on_withdraw)
+        return ExportedVersion(self._shelf.open(file_digest, on_withdraw), self._exporter)
 
     def locate(self, file_digest: str, version: ShelvedVersion) -> Places:
         """Registers its segments, which stay so until it is closed. NoPublicationError where it does not lie here
@@ -209,62 +177,27 @@ class ExportingShelf:
 
 
 class ExportedVersion:
-    """A held version, and from `places` on its export."""
+    """A held version, and from `places` on its export. One server thread's."""
 
-    def __init__(self, exporter: MooncakeExporter) -> None:
+    def __init__(self, version: ShelvedVersion, exporter: MooncakeExporter) -> None:
+        self._version = version
         self._exporter = exporter
-        self._lock = threading.Lock()
-        self._version: ShelvedVersion | None = None
         self._export: Export | None = None
-        self._is_over = False
-
-    @classmethod
-    def open(
-        cls, shelf: Shelf, exporter: MooncakeExporter, file_digest: str, on_withdraw: Callable[[], None]
-    ) -> "ExportedVersion":
-        exported = cls(exporter)
-
-        def withdraw() -> None:
-            on_withdraw()
-            exported._withdraw()
-
-        exported._version = shelf.open(file_digest, withdraw)
-        return exported
 
     def runs(self, ranges: Sequence[ByteRange]) -> Sequence[Run]:
-        return self._held.runs(ranges)
+        return self._version.runs(ranges)
 
     def holdings(self) -> Sequence[ByteRange]:
-        return self._held.holdings()
+        return self._version.holdings()
 
     def places(self) -> Places:
-        version = self._held
-        if not isinstance(version, WholeVersion):
+        if not isinstance(self._version, WholeVersion):
             raise NoPublicationError("the version does not lie here as it was published: mooncake cannot read it")
-        with self._lock:
-            if self._is_over:
-                raise NoPublicationError("the version was withdrawn")
-            self._export = self._export or self._exporter.export(version.segments, version.locators)
-            return Places(self._export.session, self._export.addresses)
+        self._export = self._export or self._exporter.export(self._version.segments, self._version.locators)
+        return Places(self._export.session, self._export.addresses)
 
     def close(self) -> None:
-        with self._lock:
-            self._is_over = True
-            export, self._export = self._export, None
-        if export is not None:
-            export.release()
-        self._held.close()
-
-    def _withdraw(self) -> None:
-        """Whoever reads it by the library is cut off: it would go on, whatever becomes of the memory."""
-        with self._lock:
-            self._is_over = True
-            export, self._export = self._export, None
-        if export is not None:
-            export.cut()
-
-    @property
-    def _held(self) -> ShelvedVersion:
-        if self._version is None:
-            raise LifecycleError("the version is not open")
-        return self._version
+        with ExitStack() as closing:
+            closing.callback(self._version.close)
+            if self._export is not None:
+                closing.callback(self._export.release)

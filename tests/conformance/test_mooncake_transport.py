@@ -1,6 +1,5 @@
 """The `mooncake` transport: over the real library in its TCP mode, and over one that fails, stalls and has an HCA."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     SegmentError,
 )
-from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer
@@ -30,7 +28,7 @@ from fastdeploy_rl.sources import rsync
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.testing.fake_mooncake import FakeMooncake
-from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Run
+from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.mooncake import MooncakeTransport
 from fastdeploy_rl.transport.mooncake_engine import MAX_SLICES, Library, MooncakeEngine, MooncakeSettings, load_library
@@ -38,7 +36,6 @@ from fastdeploy_rl.transport.mooncake_exporter import ExportingShelf, MooncakeEx
 from fastdeploy_rl.transport.tcp_server import TcpServer
 from fastdeploy_rl.transport.wire import Places
 from fastdeploy_rl.update.planned_transfer import transfer_planned
-from fastdeploy_rl.version import WeightVersion
 
 SOON_S = 20.0
 WEIGHTS = {
@@ -447,26 +444,17 @@ def test_ranges_that_leave_their_memory_are_refused_before_anything_is_written(
 # --- the publisher's side, and what the real library does
 
 
-def test_a_withdrawn_version_is_read_by_nobody() -> None:
+def test_a_segment_is_registered_once_for_all_who_hold_it(tmp_path: Path, infiniband_dir: Path) -> None:
     fake = FakeMooncake()
-    shelf = LendingShelf()
-    exporter = MooncakeExporter.open(library=fake)
-    exporting = ExportingShelf(shelf, exporter)
-    one, other = exporting.open("a", lambda: None), exporting.open("b", lambda: None)
-    places = exporting.locate("a", one)
-    assert exporting.locate("b", other).session == places.session == fake.live[0]
-    shelf.withdraw()
-    assert fake.live == []
-    with pytest.raises(NoPublicationError, match="withdrawn"):
-        exporting.locate("a", one)
-    one.close()
-    other.close()
-    again = exporting.open("a", lambda: None)
-    assert exporting.locate("a", again).session == fake.live[0] != places.session
-    again.close()
-    assert fake.registered == []
-    exporter.close()
-    shelf.close()
+    with fake_scene(tmp_path, fake, infiniband_dir) as here:
+        offer = here.offer()
+        with held_at(here.server.address, offer) as one:
+            with held_at(here.server.address, offer) as other:
+                assert one == other
+                assert len(fake.registered) == len(offer.manifest.segments)
+            await_true(lambda: len(here.server._connections) == 1)
+            assert len(fake.registered) == len(offer.manifest.segments)
+        await_true(lambda: fake.registered == [])
 
 
 def test_what_is_published_cannot_be_written_to(tmp_path: Path, real: Library) -> None:
@@ -526,41 +514,3 @@ def await_true(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.005)
-
-
-class LendingShelf:
-    """Of one version, which can be withdrawn."""
-
-    def __init__(self) -> None:
-        self.segment = SharedSegment.create(f"fastdeploy_rl-test-{os.getpid()}", 4096)
-        self._on_withdraw: list[Callable[[], None]] = []
-
-    def offer(self, version: WeightVersion | None) -> bytes:
-        raise NotImplementedError
-
-    def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "Lent":
-        self._on_withdraw.append(on_withdraw)
-        return Lent(self.segment)
-
-    def withdraw(self) -> None:
-        while self._on_withdraw:
-            self._on_withdraw.pop()()
-
-    def close(self) -> None:
-        self.segment.close()
-        self.segment.unlink()
-
-
-class Lent:
-    def __init__(self, segment: SharedSegment) -> None:
-        self.segments = (segment.mapping,)
-        self.locators = (segment.name,)
-
-    def runs(self, ranges: Sequence[ByteRange]) -> list[Run]:
-        raise NotImplementedError
-
-    def holdings(self) -> list[ByteRange]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass

@@ -2,7 +2,9 @@
 
 The kernel drops the lock when the owner dies, however it dies. Owns the file's
 life and the note inside (pid and start time, which serve messages only: pids mean
-nothing across containers). Invariant: a path is owned by one open lock at most.
+nothing across containers). Invariant: a path is owned by one open lock at most, and
+by the process that took it: children that it forks, as data loaders do, neither hold
+nor release it.
 """
 
 import contextlib
@@ -63,6 +65,7 @@ class OwnerLock:
         with contextlib.suppress(OSError):  # a full disk: then nobody can tell who holds it, and the lock is held
             os.pwrite(fd, f"{os.getpid()} {time.time():.3f}\n".encode().ljust(_NOTE_BYTES), 0)
         self._fd = fd
+        _held.add(self)
         return True
 
     def acquire(self) -> None:
@@ -80,12 +83,18 @@ class OwnerLock:
         if not self.is_held:
             return
         is_at_path = self.is_at_path
-        fd, self._fd = self._fd, -1
+        fd = self._forget()
         # In this order: whoever finds the file gone or unlocked sees a dead owner; whoever opened it before finds,
         # after it got the lock, that the path no longer leads to it, and looks again.
         if is_at_path:
             self.path.unlink(missing_ok=True)
         os.close(fd)
+
+    def _forget(self) -> int:
+        """The descriptor, which is the caller's now."""
+        _held.discard(self)
+        fd, self._fd = self._fd, -1
+        return fd
 
     def __enter__(self) -> "OwnerLock":
         self.acquire()
@@ -95,6 +104,19 @@ class OwnerLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+_held: set[OwnerLock] = set()
+"""By this process."""
+
+
+def _let_go_in_child() -> None:
+    """With its copy of a descriptor a forked child would keep the lock of an owner that died."""
+    for lock in list(_held):
+        os.close(lock._forget())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def is_alive(path: str | Path) -> bool:

@@ -142,6 +142,30 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         assert is_alive(path)
 
 
+def test_a_forked_child_neither_holds_nor_releases_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """A trainer's data loaders may outlive it, and end while it lives."""
+    path = tmp_path / "owner.lock"
+    code = (
+        "import os, sys; from fastdeploy_rl.memory.owner_lock import OwnerLock; lock = OwnerLock(sys.argv[1]);"
+        "lock.acquire(); os.fork() or lock.release(); os.write(1, b'forked\\n'); sys.stdin.read()"
+    )
+    peer = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        assert [peer.stdout.readline() for _ in range(2)] == ["forked\n"] * 2
+        assert is_alive(path)
+        peer.kill()
+        peer.wait(10)
+        assert not is_alive(path)
+        with OwnerLock(path):
+            assert is_alive(path)
+        peer.stdin.close()
+        peer.stdout.read()  # until the child has ended
+
+
 def test_looking_whether_an_owner_lives_never_keeps_one_out(tmp_path: Path) -> None:
     path = tmp_path / "owner.lock"
     stop = threading.Event()

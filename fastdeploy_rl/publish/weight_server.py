@@ -73,15 +73,8 @@ class WeightServer:
         self.channel = Channel(config.default_channel() if channel is None else channel)
         self._shelf = ChannelShelf(self.channel, deadlines or Deadlines())
         self._exporter = None if mooncake is None else MooncakeExporter.open(mooncake)
-        exporting = None if self._exporter is None else ExportingShelf(self._shelf, self._exporter)
-        self._server = TcpServer(
-            exporting or self._shelf,
-            host,
-            port,
-            secret=secret,
-            locate=None if exporting is None else exporting.locate,
-            deadlines=deadlines,
-        )
+        shelf = self._shelf if self._exporter is None else ExportingShelf(self._shelf, self._exporter)
+        self._server = TcpServer(shelf, host, port, secret=secret, deadlines=deadlines)
         self._resources = ExitStack()
 
     @property

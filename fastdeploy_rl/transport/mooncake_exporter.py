@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import LifecycleError, NoPublicationError
+from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
 from fastdeploy_rl.transport.base import ByteRange, Run, Shelf, ShelvedVersion
 from fastdeploy_rl.transport.mooncake_engine import Library, MooncakeEngine, MooncakeSettings, load_library
@@ -154,9 +154,8 @@ class WholeVersion(ShelvedVersion, Protocol):
 
 
 class ExportingShelf:
-    """A shelf whose versions Mooncake can read while they are held. Give a `TcpServer` this as its shelf, and `locate`
-    as its `locate`; close the exporter after the server. `shelf`: one that withdraws nothing that is held, as a
-    channel's: a read of the library cannot be stopped."""
+    """A shelf whose versions Mooncake can read while they are held, for a `TcpServer`; close the exporter after it.
+    `shelf`: one that withdraws nothing that is held, as a channel's: a read of the library cannot be stopped."""
 
     def __init__(self, shelf: Shelf, exporter: MooncakeExporter) -> None:
         self._shelf = shelf
@@ -168,16 +167,9 @@ class ExportingShelf:
     def open(self, file_digest: str, on_withdraw: Callable[[], None]) -> "ExportedVersion":
         return ExportedVersion(self._shelf.open(file_digest, on_withdraw), self._exporter)
 
-    def locate(self, file_digest: str, version: ShelvedVersion) -> Places:
-        """Registers its segments, which stay so until it is closed. NoPublicationError where it does not lie here
-        whole."""
-        if not isinstance(version, ExportedVersion):
-            raise LifecycleError("the server has another shelf than this one")
-        return version.places()
-
 
 class ExportedVersion:
-    """A held version, and from `places` on its export. One server thread's."""
+    """A `LocatedVersion`: a held version, and from `places` on its export. One server thread's."""
 
     def __init__(self, version: ShelvedVersion, exporter: MooncakeExporter) -> None:
         self._version = version
@@ -191,6 +183,7 @@ class ExportedVersion:
         return self._version.holdings()
 
     def places(self) -> Places:
+        """Registers its segments. NoPublicationError where it does not lie here whole."""
         if not isinstance(self._version, WholeVersion):
             raise NoPublicationError("the version does not lie here as it was published: mooncake cannot read it")
         self._export = self._export or self._exporter.export(self._version.segments, self._version.locators)

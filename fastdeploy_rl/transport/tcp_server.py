@@ -14,8 +14,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
@@ -45,14 +46,20 @@ MAX_CONNECTIONS = 256
 _BACKLOG = 128
 _LOOK_AGAIN_S = 0.1
 
-Locate = Callable[[str, ShelvedVersion], wire.Places]
-"""(file digest, the version that is held) -> where its segments lie for another kind of transport."""
+
+@runtime_checkable
+class LocatedVersion(ShelvedVersion, Protocol):
+    """One whose segments another kind of transport reaches."""
+
+    def places(self) -> wire.Places:
+        """Where they lie for it, until the version is closed."""
+        ...
 
 
 class TcpServer:
     """Use it in a `with`, or between `start` and `close`. `port` 0: any. `secret`: what clients must prove, 16 bytes at
     least; None: whoever reaches the port may read. `rank` of `num_ranks`: told to clients, who look for the rank that
-    has what they need. `locate`: answers for transports that bring the bytes another way."""
+    has what they need."""
 
     def __init__(
         self,
@@ -63,13 +70,11 @@ class TcpServer:
         secret: bytes | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        locate: Locate | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         self.shelf = shelf
         self.secret = None if secret is None else checked_secret(secret)
         self.rank, self.num_ranks = rank, num_ranks
-        self.locate = locate
         self.deadlines = deadlines or Deadlines()
         self._place = (host, port)
         self._listener: socket.socket | None = None
@@ -269,13 +274,13 @@ class _Connection:
             held[1].close()
 
     def _places(self) -> wire.Places:
-        digest, version = self._holding()
-        if self._server.locate is None:
+        version = self._holding()
+        if not isinstance(version, LocatedVersion):
             raise NoPublicationError("this weight server serves over tcp alone")
-        return self._server.locate(digest, version)
+        return version.places()
 
     def _holdings(self) -> wire.Holdings:
-        ranges = self._holding()[1].holdings()
+        ranges = self._holding().holdings()
         if len(ranges) > wire.MAX_HELD_RANGES:
             raise NoPublicationError(f"{len(ranges)} ranges are held here, more than can be listed")
         return wire.Holdings(tuple(ranges))
@@ -283,17 +288,17 @@ class _Connection:
     def _runs(self, request: wire.Read) -> Sequence[Run]:
         try:
             wire.check_read(request.ranges)
-            runs = self._holding()[1].runs(request.ranges)
+            runs = self._holding().runs(request.ranges)
         except ValueError as error:
             raise ManifestError(f"the version has no such bytes: {error}") from error
         if _num_bytes(runs) != request.num_bytes:
             raise SegmentError("the shelf gives other bytes than it was asked for")
         return runs
 
-    def _holding(self) -> tuple[str, ShelvedVersion]:
+    def _holding(self) -> ShelvedVersion:
         if self._held is None:
             raise LifecycleError("no version is held: hold one first")
-        return self._held
+        return self._held[1]
 
     def _send(self, runs: Sequence[Run]) -> None:
         num_bytes = _num_bytes(runs)

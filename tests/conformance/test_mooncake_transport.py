@@ -90,7 +90,7 @@ def scene(
         shelf = ChannelShelf(channel, Deadlines())
         exporter = MooncakeExporter.open(settings, library=library)
         exporting = ExportingShelf(shelf, exporter)
-        with TcpServer(exporting, locate=exporting.locate) as server:
+        with TcpServer(exporting) as server:
             transport = MooncakeTransport.open(
                 server.address, settings, library=library, bucket_bytes=bucket_bytes, deadlines=deadlines
             )
@@ -162,7 +162,7 @@ def served(channel: Path, exporter: MooncakeExporter) -> Iterator[str]:
         shelf = ChannelShelf(Channel(channel), Deadlines())
         stack.callback(shelf.close)
         exporting = ExportingShelf(shelf, exporter)
-        yield stack.enter_context(TcpServer(exporting, locate=exporting.locate)).address
+        yield stack.enter_context(TcpServer(exporting)).address
 
 
 class _MooncakeSuite(TransportSuite):
@@ -393,7 +393,7 @@ def test_a_server_that_is_started_again_elsewhere_is_found_and_the_fetch_goes_on
             fetch = transport.fetch(offer, RANGES, target, deadline_ns=soon())
             assert is_stalled.wait(SOON_S)
             here.server.close()
-            with TcpServer(here.exporting, locate=here.exporting.locate) as server:
+            with TcpServer(here.exporting) as server:
                 servers.append(server.address)
                 fake.lift()
                 assert sorted(fetched(fetch)) == [0, 1, 2, 3]

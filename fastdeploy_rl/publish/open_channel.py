@@ -125,6 +125,8 @@ class OpenChannel:
 
     def close(self, keep: bool) -> None:
         with self._resources:
+            if not self._lock.is_held:
+                return  # in a child that the publisher forked: nothing here is its to remove
             if not self._lock.is_at_path:
                 self._former.clear()  # the channel was removed: what stands there now is another publisher's
                 self.shelf.unlink()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,6 +294,28 @@ def test_closing_removes_publication_and_memory_and_lets_the_next_in(channel: Pa
         publisher.close()
         assert _segments(channel) == []
         assert {entry.name for entry in channel.iterdir()} == {"EPOCH", "LEASES", "holders"}
+
+
+def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(channel: Path) -> None:
+    """It unwinds the parent's `with`, as one does that raises."""
+    code = (
+        "import os, sys, numpy; from fastdeploy_rl import WeightPublisher\n"
+        "with WeightPublisher(sys.argv[1]) as publisher:\n"
+        "    publisher.publish({'w': numpy.ones(9, 'f4')}, step=1)\n"
+        "    os.fork() or sys.exit()\n"
+        "    assert os.wait()[1] == 0\n"
+        "    os.write(1, b'child ended\\n')\n"
+        "    sys.stdin.readline()\n"
+    )
+    command = [sys.executable, "-c", code, str(channel)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert _line(parent) == "child ended"
+        assert json.loads(_latest(channel))["version"] == "1.1"
+        assert len(_segments(channel)) == 1
+        parent.stdin.close()
+        assert parent.wait(30) == 0
+    assert _segments(channel) == []
 
 
 def test_a_publisher_whose_channel_was_removed_says_so_and_leaves_no_memory(channel: Path) -> None:

@@ -200,6 +200,16 @@ class _LateWriter:
             self._thread.join()
 
 
+def fake_hcas(root: Path) -> Path:
+    """Below `root`, what stands in /sys/class/infiniband of a machine with two HCAs, of which the first has an active
+    port."""
+    directory = root / "infiniband"
+    for name, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        (directory / name / "ports/1").mkdir(parents=True)
+        (directory / name / "ports/1/state").write_text(state)
+    return directory
+
+
 def _is_writable(address: int) -> bool:
     """As the kernel has mapped it for this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -39,7 +39,8 @@ class Connection:
         self.num_ranks = 1
 
     def open(self, deadline_ns: int) -> None:
-        """AuthenticationError where the server, or this client, cannot prove the secret that the other one has."""
+        """AuthenticationError where the server, or this client, cannot prove the secret that the other one has. The one
+        wait that no deadline ends is the resolver's, where the server has a name: resolv.conf bounds it."""
         self._address = self._found()
         self._connect(self._address, sooner(deadline_ns, ns(self._deadlines.connect_s)))
         self._greet(sooner(deadline_ns, ns(self._deadlines.greet_s)))

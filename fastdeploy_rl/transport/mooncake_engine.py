@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 from fastdeploy_rl.config import changed_environ, mooncake_forces_tcp
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, NoSpaceError, PeerLostError, SegmentError
+from fastdeploy_rl.transport.address import Address
 
 _logger = logging.getLogger(__name__)
 
@@ -233,12 +234,7 @@ class MooncakeEngine:
     @property
     def session(self) -> str:
         """By which peers find it: "host:port"."""
-        host = self._settings.local_hostname
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
-
-    @property
-    def _port(self) -> int:
-        return self._open.get_rpc_port()
+        return str(Address(self._settings.local_hostname, self._open.get_rpc_port()))
 
     @property
     def _open(self) -> TransferEngine:

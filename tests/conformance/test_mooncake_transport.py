@@ -27,7 +27,7 @@ from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer
 from fastdeploy_rl.sources import rsync
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.testing.fake_mooncake import FakeMooncake
+from fastdeploy_rl.testing.fake_mooncake import FakeMooncake, fake_hcas
 from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.mooncake import MooncakeTransport
@@ -50,12 +50,7 @@ def soon(seconds: float = SOON_S) -> int:
 
 @pytest.fixture
 def infiniband_dir(tmp_path: Path) -> Path:
-    """A machine with two HCAs, of which the first has a port that is active."""
-    root = tmp_path / "infiniband"
-    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
-        (root / name / "ports/1").mkdir(parents=True)
-        (root / name / "ports/1/state").write_text(state)
-    return root
+    return fake_hcas(tmp_path)
 
 
 @dataclass

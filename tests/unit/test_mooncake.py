@@ -19,7 +19,7 @@ from fastdeploy_rl.errors import (
     SegmentError,
 )
 from fastdeploy_rl.plan.byte_range import ByteRange
-from fastdeploy_rl.testing.fake_mooncake import FakeMooncake, FakeTransferEngine
+from fastdeploy_rl.testing.fake_mooncake import FakeMooncake, FakeTransferEngine, fake_hcas
 from fastdeploy_rl.transport.mooncake import MooncakeTransport, Row, calls_of
 from fastdeploy_rl.transport.mooncake_engine import (
     MAX_SLICES,
@@ -36,12 +36,7 @@ ADDRESS = 0x7000_0000_0000
 
 @pytest.fixture
 def infiniband_dir(tmp_path: Path) -> Path:
-    """A machine with two HCAs, of which one has an active port."""
-    root = tmp_path / "infiniband"
-    for name, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
-        (root / name / "ports/1").mkdir(parents=True)
-        (root / name / "ports/1/state").write_text(state)
-    return root
+    return fake_hcas(tmp_path)
 
 
 # --- what cannot work

@@ -618,6 +618,15 @@ def test_a_client_that_does_nothing_is_let_go_with_the_version_it_held(
         shelf.mapping.close()
 
 
+def test_a_client_that_keeps_a_version_by_asking_is_named(shelf: OneVersion, caplog: pytest.LogCaptureFixture) -> None:
+    with TcpServer(shelf, deadlines=Deadlines(idle_s=0.2)) as server, holding(server) as connection:
+        until = time.monotonic() + 10.0
+        while "event=still_held client=127.0.0.1:" not in caplog.text and time.monotonic() < until:
+            connection.hold("0" * 64, soon())
+        assert "event=still_held client=127.0.0.1:" in caplog.text
+        assert not shelf.is_let_go.is_set()
+
+
 def test_closing_the_server_ends_its_clients(shelf: OneVersion) -> None:
     server = TcpServer(shelf)
     server.start()

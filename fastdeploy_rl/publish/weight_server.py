@@ -75,6 +75,7 @@ class WeightServer:
         self._exporter = None if mooncake is None else MooncakeExporter.open(mooncake)
         shelf = self._shelf if self._exporter is None else ExportingShelf(self._shelf, self._exporter)
         self._server = TcpServer(shelf, host, port, secret=secret, deadlines=deadlines)
+        self._lock: OwnerLock | None = None
         self._resources = ExitStack()
 
     @property
@@ -92,7 +93,8 @@ class WeightServer:
         ConfigurationError where the address cannot be listened on."""
         self.channel.open()
         with ExitStack() as stack:
-            stack.callback(_locked(self.channel).release)
+            self._lock = _locked(self.channel)
+            stack.callback(self._lock.release)
             stack.callback(self._shelf.close)
             if self._exporter is not None:
                 stack.callback(self._exporter.close)
@@ -104,8 +106,10 @@ class WeightServer:
         _log.info("channel=%s address=%s event=serving", self.channel.path, self.address)
 
     def close(self) -> None:
-        """Ends every transfer and gives all leases back. A second close does nothing."""
-        self._resources.close()
+        """Ends every transfer and gives all leases back. A second close does nothing, nor does one in a child that this
+        process forked: they are not the child's."""
+        if self._lock is not None and self._lock.is_held:
+            self._resources.close()
 
     def __enter__(self) -> "WeightServer":
         self.start()

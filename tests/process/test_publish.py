@@ -35,6 +35,7 @@ from fastdeploy_rl.plan.conventions import Convention, TensorRule, hugging_face
 from fastdeploy_rl.publish import copying, publication
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
+from fastdeploy_rl.publish.weight_server import read_server_address
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -299,8 +300,8 @@ def test_closing_removes_publication_and_memory_and_lets_the_next_in(channel: Pa
 def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(channel: Path) -> None:
     """It unwinds the parent's `with`, as one does that raises."""
     code = (
-        "import os, sys, numpy; from fastdeploy_rl import WeightPublisher\n"
-        "with WeightPublisher(sys.argv[1]) as publisher:\n"
+        "import os, sys, numpy; from fastdeploy_rl import WeightPublisher, WeightServer\n"
+        "with WeightPublisher(sys.argv[1]) as publisher, WeightServer(sys.argv[1]):\n"
         "    publisher.publish({'w': numpy.ones(9, 'f4')}, step=1)\n"
         "    os.fork() or sys.exit()\n"
         "    assert os.wait()[1] == 0\n"
@@ -312,6 +313,7 @@ def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(channel: Pat
         assert parent.stdin is not None
         assert _line(parent) == "child ended"
         assert json.loads(_latest(channel))["version"] == "1.1"
+        assert read_server_address(channel).startswith("127.0.0.1:")
         assert len(_segments(channel)) == 1
         parent.stdin.close()
         assert parent.wait(30) == 0

@@ -108,7 +108,7 @@ _HEADER = (
 _FRAMES = [
     wire.encode(message)
     for message in (
-        wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, bytes(32), True, 0, 1),
+        wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, bytes(32), True, 1),
         wire.ClientHello(bytes(32), bytes(32)),
         wire.Ask("1.1"),
         wire.Offered(MANIFEST),

@@ -45,5 +45,5 @@ def served_at(address: str, rank: int, num_ranks: int, secret: bytes | None) -> 
     """Rank `rank` of `num_ranks` of the engine whose rank 0 listens at `address` (`host:port`)."""
     host, port = parse_address(address)
     return ServedVersions(
-        lambda shelf: TcpServer(shelf, host, port + rank, secret=secret, rank=rank, num_ranks=num_ranks)
+        lambda shelf: TcpServer(shelf, host, port + rank, secret=secret, num_ranks=num_ranks)
     )

@@ -35,7 +35,6 @@ class Connection:
         self._link: Link | None = None
         self._lock = threading.Lock()
         self._is_cut = False
-        self.rank = 0
         self.num_ranks = 1
 
     def open(self, deadline_ns: int) -> None:
@@ -97,7 +96,7 @@ class Connection:
         welcome = wire.expected(self._answer(wire.MAX_HELLO_BYTES, deadline_ns), wire.Welcome)
         if secret is not None and not wire.is_proof(welcome.proof, wire.server_proof(secret, hello.nonce, nonce)):
             raise AuthenticationError("the server does not know the secret")
-        self.rank, self.num_ranks = hello.rank, hello.num_ranks
+        self.num_ranks = hello.num_ranks
 
     # --- questions ---------------------------------------------------------------------------------
 

@@ -88,10 +88,6 @@ class HeldBytes:
         self._edges = np.concatenate([[0], edges.reshape(-1), [np.iinfo(np.int64).max]])
         """Where islands begin and end, by turns, between two that no byte reaches."""
 
-    @property
-    def num_bytes(self) -> int:
-        return int((self._stops - self._starts).sum())
-
     def places(self, ranges: Sequence[ByteRange]) -> list[Place]:
         """Where the bytes lie, in order, row by row; neighbours joined, and rows of one pattern told as one.
         NoPublicationError where a byte is not held; ValueError for what is no range of the segments."""

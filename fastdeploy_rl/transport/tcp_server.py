@@ -59,8 +59,8 @@ class LocatedVersion(ShelvedVersion, Protocol):
 
 class TcpServer:
     """Use it in a `with`, or between `start` and `close`. `port` 0: any. `secret`: what clients must prove, 16 bytes at
-    least; None: whoever reaches the port may read. `rank` of `num_ranks`: told to clients, who look for the rank that
-    has what they need."""
+    least; None: whoever reaches the port may read. `num_ranks`: of the engine that this is one of, told
+    to clients, who look for the rank that has what they need."""
 
     def __init__(
         self,
@@ -69,13 +69,12 @@ class TcpServer:
         port: int = 0,
         *,
         secret: bytes | None = None,
-        rank: int = 0,
         num_ranks: int = 1,
         deadlines: Deadlines | None = None,
     ) -> None:
         self.shelf = shelf
         self.secret = None if secret is None else checked_secret(secret)
-        self.rank, self.num_ranks = rank, num_ranks
+        self.num_ranks = num_ranks
         self.deadlines = deadlines or Deadlines()
         self._place = (host, port)
         self._listener: socket.socket | None = None
@@ -221,9 +220,7 @@ class _Connection:
     def _greet(self) -> None:
         deadline_ns = _in(self._deadlines.greet_s)
         server, secret, nonce = self._server, self._server.secret, wire.new_nonce()
-        hello = wire.ServerHello(
-            "fastdeploy_rl", wire.PROTOCOL, nonce, secret is not None, server.rank, server.num_ranks
-        )
+        hello = wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, nonce, secret is not None, server.num_ranks)
         self._link.send(hello, deadline_ns)
         client = wire.expected(self._link.receive(wire.MAX_HELLO_BYTES, deadline_ns), wire.ClientHello)
         if secret is None:

@@ -1,6 +1,6 @@
 """The protocol of the tcp transport: what its frames are, what may be in them, and how both ends prove their secret.
 
-    server -> client   ServerHello{magic, protocol, nonce, needs_secret, rank, num_ranks}
+    server -> client   ServerHello{magic, protocol, nonce, needs_secret, num_ranks}
     client -> server   ClientHello{nonce, proof}
     server -> client   Welcome{proof}
     client -> server   Ask{version}       -> Offered{manifest}
@@ -67,13 +67,12 @@ _Text = Annotated[str, msgspec.Meta(max_length=_MAX_MESSAGE)]
 
 
 class ServerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`rank` of `num_ranks`: where an engine's ranks each serve what they have."""
+    """`num_ranks`: of an engine whose ranks each serve what they have."""
 
     magic: Literal["fastdeploy_rl"]
     protocol: int
     nonce: _Nonce
     needs_secret: bool
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 

@@ -107,7 +107,7 @@ def ranks_in_a_row(stack: ExitStack, shelves: list[HeldVersions]) -> str:
         first = unused_port()
         with ExitStack() as trying, suppress(ConfigurationError):
             for rank, shelf in enumerate(shelves):
-                server = TcpServer(shelf, port=first + rank, rank=rank, num_ranks=len(shelves))
+                server = TcpServer(shelf, port=first + rank, num_ranks=len(shelves))
                 trying.enter_context(server)
             stack.enter_context(trying.pop_all())
             return f"127.0.0.1:{first}"

@@ -372,7 +372,7 @@ def test_whoever_skips_the_greeting_is_told_nothing(channel: Path, publisher: We
 @contextmanager
 def impostor(answer: Callable[[wire.ClientHello], bytes], *, needs_secret: bool) -> Iterator[str]:
     """A server that says what it likes to whoever greets it."""
-    hello = wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, bytes(32), needs_secret, 0, 1)
+    hello = wire.ServerHello("fastdeploy_rl", wire.PROTOCOL, bytes(32), needs_secret, 1)
 
     def serve(listener: socket.socket) -> None:
         with suppress(OSError):

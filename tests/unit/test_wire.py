@@ -23,7 +23,7 @@ from fastdeploy_rl.transport.secret import read_secret
 
 NONCE, PROOF = bytes(range(32)), bytes(32)
 MESSAGES: list[wire.Message] = [
-    wire.ServerHello("fastdeploy_rl", 1, NONCE, True, 2, 3),
+    wire.ServerHello("fastdeploy_rl", 1, NONCE, True, 3),
     wire.ClientHello(NONCE, PROOF),
     wire.ClientHello(NONCE, b""),
     wire.Welcome(PROOF),
@@ -60,7 +60,6 @@ def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
     [
         (wire.ServerHello, {"magic": "another"}),
         (wire.ServerHello, {"nonce": bytes(31)}),
-        (wire.ServerHello, {"rank": -1}),
         (wire.ServerHello, {"num_ranks": 0}),
         (wire.ClientHello, {"nonce": bytes(33)}),
         (wire.ClientHello, {"proof": bytes(33)}),

@@ -17,7 +17,7 @@ from fastdeploy_rl.sources.rsync_config import (
     TcpConfig,
     parse_rsync_config,
 )
-from fastdeploy_rl.sources.served_versions import ServedVersions, served_at
+from fastdeploy_rl.sources.served_versions import ServedVersions
 from fastdeploy_rl.transport.base import Transport
 from fastdeploy_rl.transport.connection import Server
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
@@ -58,7 +58,7 @@ def _peer_engines(chosen: TcpConfig | MooncakeConfig, rank: int, secret: bytes |
 
 
 def _holder(chosen: TcpConfig | MooncakeConfig, config: SourceConfig, secret: bytes | None) -> ServedVersions | None:
-    return served_at(chosen.serve, config.rank, config.num_ranks, secret) if chosen.serve else None
+    return ServedVersions(chosen.serve, config.rank, config.num_ranks, secret) if chosen.serve else None
 
 
 def _mooncake(chosen: MooncakeConfig, publisher: Server, secret: bytes | None) -> Transport:

@@ -36,6 +36,8 @@ _FAULTY = "tests/process/test_faulty_sources.py"
 _UPDATES = "tests/process/test_update_numpy.py"
 _MISSED = "tests/process/test_missed_and_fenced.py"
 _DEATH = "tests/process/test_rank_death.py"
+_DAMAGED = "tests/process/test_damaged_snapshots.py"
+_TCP = "tests/conformance/test_tcp_transport.py"
 _VERIFY, _WORD, _LAWS = (
     "tests/unit/test_verify.py",
     "tests/unit/test_engine_state.py",
@@ -616,5 +618,87 @@ MUTANTS = (
         "            reader.on_withdraw()",
         "            pass",
         "tests/unit/test_held_versions.py::test_withdrawn_memory_is_nobodys_any_more",
+    ),
+    # --- files, the wire, and memory that is filled from them ----------------------------------------------
+    _mutant(
+        "order_of_regions_ignored",
+        "what lies in an arena as it is, is the parameter: its regions in the order of the target, without a gap",
+        f"{_P}plan/gathering.py",
+        "or region.target_offset != filled:",
+        "or False:",
+        "tests/unit/test_gathering.py::test_regions_out_of_the_order_of_their_target_do_not_land_whole",
+    ),
+    _mutant(
+        "resumed_from_the_start",
+        "a lost connection goes on where it stopped",
+        f"{_P}transport/buckets.py",
+        "        skip = self.num_landed - self._complete_bytes",
+        "        skip = 0",
+        f"{_TCP}::test_a_lost_connection_goes_on_where_it_stopped",
+    ),
+    _mutant(
+        "any_secret_will_do",
+        "who cannot prove the secret is served nothing",
+        f"{_P}transport/wire.py",
+        "    return hmac.compare_digest(given, proof)",
+        "    return True",
+        f"{_TCP}::test_ends_that_do_not_share_a_secret_do_not_speak",
+    ),
+    _mutant(
+        "wrong_bytes_written_out",
+        "a snapshot of bytes that are not what was published is never finished",
+        f"{_P}publish/snapshot_writer.py",
+        "    stream.check_sums()",
+        "    pass",
+        "tests/process/test_snapshot_writer.py::test_bytes_that_are_not_what_was_published_never_become_a_snapshot",
+    ),
+    _mutant(
+        "snapshot_digest_not_checked",
+        "the manifest of a snapshot has the digest of its directory's name",
+        f"{_P}publish/snapshot_directory.py",
+        '        if not entry.name.endswith(f"-{digest[:16]}"):',
+        "        if False:",
+        f"{_DAMAGED}::test_a_damaged_version_is_refused_by_name_and_nothing_changed[change_manifest]",
+        "tests/conformance/test_snapshot_source.py",
+    ),
+    _mutant(
+        "damaged_version_taken_for_the_last",
+        "where the newest version is damaged, the next older whole one is taken",
+        _COORDINATOR,
+        "            return self._undamaged(tried, request)",
+        "            return None",
+        f"{_DAMAGED}::test_an_engine_comes_up_on_the_newest_version_that_is_whole[flip]",
+    ),
+    _mutant(
+        "files_used_in_place_unasked",
+        "apply mode auto lies in no file that somebody may cut",
+        _STEPS,
+        "return update.apply_mode != AUTO or not staged.is_copied_unless_asked",
+        "return True",
+        "tests/process/test_apply_modes.py::test_files_are_used_in_place_only_where_that_is_asked_for",
+    ),
+    _mutant(
+        "arena_handed_out_in_use",
+        "an arena in which a parameter lies is not filled again",
+        f"{_P}sources/fetching.py",
+        '        check_unused(arena, f"the memory of version {self._offer.version}")',
+        "        pass",
+        "tests/conformance/test_rsync_source.py::TestRsyncSource::test_memory_that_is_still_looked_at_is_not_released",
+    ),
+    _mutant(
+        "changed_files_taken",
+        "files that changed while they were read are no version",
+        f"{_P}transport/files.py",
+        "        if (status.st_size, status.st_mtime_ns) != (expected.num_bytes, expected.mtime_ns):",
+        "        if False:",
+        "tests/unit/test_file_fetch.py::test_a_file_that_changed_while_it_was_read_ends_the_fetch",
+    ),
+    _mutant(
+        "any_global_called",
+        "nothing that a pickle names is called but what an array is made of",
+        f"{_P}memory/saved_state.py",
+        "        if known not in _NAMES:",
+        "        if False:",
+        "tests/unit/test_saved_state.py::test_nothing_is_imported_or_called",
     ),
 )

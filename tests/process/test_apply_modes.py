@@ -14,13 +14,14 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, NotAliasableError
 from fastdeploy_rl.manager import ManagerConfig
 from fastdeploy_rl.publish.publisher import WeightPublisher
-from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource
+from fastdeploy_rl.sources.base import NOT_ASKED, ResolvedPublication, SourceConfig, StagedSource
 from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
 from tests.process.test_missed_and_fenced import wait_until
 from tests.process.test_update_numpy import MODEL, publish
 from tests.process.threaded_engine import ThreadedEngine
+from tests.process.trainer import Trainer
 
 
 @contextmanager
@@ -228,3 +229,25 @@ def test_an_unknown_apply_mode_is_refused_with_the_known_ones(mode: str):
     with pytest.raises(ConfigurationError, match="apply mode must be one of auto, alias, alias-strict, copy"):
         ManagerConfig("ipc", mode)
     assert all(ManagerConfig("ipc", known).apply_mode == known for known in APPLY_MODES)
+
+
+@pytest.mark.parametrize(("apply_mode", "aliased"), [("auto", False), ("alias", True)])
+def test_files_are_used_in_place_only_where_that_is_asked_for(tmp_path: Path, apply_mode: str, aliased: bool):
+    """Whoever cuts a mapped file ends the engine that lies in it; the report says why `auto` copied."""
+    with (
+        Trainer("ipc_snapshot", tmp_path / "channel") as trainer,
+        NumpyEngine(
+            MODEL,
+            channel=tmp_path / "channel",
+            num_ranks=1,
+            apply_mode=apply_mode,
+            load_strategy="ipc_snapshot",
+        ) as engine,
+        BoardClient(engine.port) as client,
+    ):
+        publish(trainer, random_weights(MODEL, 1), 1)
+        report = client.update()
+        assert engine.holds(random_weights(MODEL, 1))
+        assert (report.copied_bytes == 0) == aliased
+        assert (report.aliased_bytes > 0) == aliased
+        assert list(report.not_aliased) == ([] if aliased else [NOT_ASKED])

@@ -13,6 +13,7 @@ from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.sources.rsync_config import (
     CheckpointTransferConfig,
+    FetchConfig,
     MooncakeConfig,
     TcpConfig,
     parse_rsync_config,
@@ -40,7 +41,7 @@ def create(config: SourceConfig) -> WeightSource:
     return FetchingSource(transport, config, _holder(chosen, config, secret))
 
 
-def _publisher(chosen: TcpConfig | MooncakeConfig, config: SourceConfig) -> Server:
+def _publisher(chosen: FetchConfig, config: SourceConfig) -> Server:
     return chosen.address or partial(read_server_address, config.channel)
 
 
@@ -50,14 +51,14 @@ def _transport(chosen: TcpConfig | MooncakeConfig, publisher: Server, secret: by
     return TcpTransport(publisher, secret=secret, num_streams=chosen.num_streams, bucket_bytes=chosen.bucket_bytes)
 
 
-def _peer_engines(chosen: TcpConfig | MooncakeConfig, rank: int, secret: bytes | None) -> list[PeerEngine]:
+def _peer_engines(chosen: FetchConfig, rank: int, secret: bytes | None) -> list[PeerEngine]:
     """What peers have lies in memory of their own, so it comes over tcp whatever the publisher's transport is."""
     num_streams = chosen.num_streams if isinstance(chosen, TcpConfig) else DEFAULT_STREAMS
     connect = partial(TcpPeer, secret=secret, num_streams=num_streams, bucket_bytes=chosen.bucket_bytes)
     return [peer_engine(address, rank, connect) for address in chosen.peers]
 
 
-def _holder(chosen: TcpConfig | MooncakeConfig, config: SourceConfig, secret: bytes | None) -> ServedVersions | None:
+def _holder(chosen: FetchConfig, config: SourceConfig, secret: bytes | None) -> ServedVersions | None:
     return ServedVersions(chosen.serve, config.rank, config.num_ranks, secret) if chosen.serve else None
 
 

@@ -52,29 +52,27 @@ _SecretFile = Annotated[
 ]
 
 
-class TcpConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="transport", tag="tcp"
-):
-    """A binary protocol over TCP that needs nothing installed; the default."""
+class FetchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="transport"):
+    """What every transport has that fetches from a weight server and from peers."""
 
     address: _Address = ""
     peers: _Peers = ()
     serve: _Serve = ""
-    num_streams: Annotated[
-        int, Meta(ge=1, le=MAX_STREAMS, description="Connections that a rank fetches over at a time.")
-    ] = DEFAULT_STREAMS
     bucket_bytes: _BucketBytes = DEFAULT_BUCKET_BYTES
     secret_file: _SecretFile = ""
 
 
-class MooncakeConfig(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="transport", tag="mooncake"
-):
+class TcpConfig(FetchConfig, frozen=True, kw_only=True, tag="tcp"):
+    """A binary protocol over TCP that needs nothing installed; the default."""
+
+    num_streams: Annotated[
+        int, Meta(ge=1, le=MAX_STREAMS, description="Connections that a rank fetches over at a time.")
+    ] = DEFAULT_STREAMS
+
+
+class MooncakeConfig(FetchConfig, frozen=True, kw_only=True, tag="mooncake"):
     """Mooncake's TransferEngine moves the bytes; versions are agreed on over the `tcp` protocol."""
 
-    address: _Address = ""
-    peers: _Peers = ()
-    serve: _Serve = ""
     protocol: Annotated[
         Literal["tcp", "rdma"],
         Meta(description="`rdma` needs an HCA, and is refused without one: Mooncake would fall back to TCP silently."),
@@ -83,8 +81,6 @@ class MooncakeConfig(
         _Text, Meta(description="HCAs for `rdma`, separated by commas. Empty: Mooncake chooses.")
     ] = ""
     local_hostname: Annotated[_Text, Meta(description="This machine's address, as the servers reach it.")] = "127.0.0.1"
-    bucket_bytes: _BucketBytes = DEFAULT_BUCKET_BYTES
-    secret_file: _SecretFile = ""
 
 
 class CheckpointTransferConfig(
@@ -121,12 +117,12 @@ def parse_rsync_config(text: str) -> RsyncConfig:
         config: RsyncConfig = msgspec.convert({"transport": "tcp"} | given, RsyncConfig)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ConfigurationError(f"--rsync-config: {error!s:.500}{_known_transports(error)}") from error
-    if not isinstance(config, CheckpointTransferConfig):
+    if isinstance(config, FetchConfig):
         _check_texts(config)
     return config
 
 
-def _check_texts(config: TcpConfig | MooncakeConfig) -> None:
+def _check_texts(config: FetchConfig) -> None:
     named = [(key, text) for key, text in (("address", config.address), ("serve", config.serve)) if text]
     named += [(f"peers[{number}]", peer) for number, peer in enumerate(config.peers)]
     for key, text in named:
@@ -139,10 +135,10 @@ def _check_texts(config: TcpConfig | MooncakeConfig) -> None:
             raise ConfigurationError(f"--rsync-config: {key}: control characters are not allowed")
 
 
-def _texts(config: TcpConfig | MooncakeConfig) -> list[tuple[str, str]]:
-    if isinstance(config, TcpConfig):
-        return []
-    return [("device_name", config.device_name), ("local_hostname", config.local_hostname)]
+def _texts(config: FetchConfig) -> list[tuple[str, str]]:
+    if isinstance(config, MooncakeConfig):
+        return [("device_name", config.device_name), ("local_hostname", config.local_hostname)]
+    return []
 
 
 def _known_transports(error: Exception) -> str:

@@ -86,6 +86,18 @@ void Mapping::prefault(int num_threads) const {
   });
 }
 
+void Mapping::bring_in(int64_t offset, int64_t num_bytes) const {
+  if (num_bytes < 0) throw std::invalid_argument("num_bytes must not be negative, got " + std::to_string(num_bytes));
+  const uint8_t* begin = at(offset, static_cast<size_t>(num_bytes), 1, Access::read);
+  if (num_bytes == 0) return;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t skipped = reinterpret_cast<uintptr_t>(begin) % page;
+  auto* first = const_cast<uint8_t*>(begin - skipped);
+  if (madvise(first, static_cast<size_t>(num_bytes) + skipped, MADV_POPULATE_READ) == 0) return;
+  if (errno == EINVAL) return;  // A kernel before 5.14: whoever reads brings them in, and gets a signal where it fails.
+  throw std::system_error(errno, std::system_category(), "madvise");
+}
+
 void Mapping::close() {
   if (data_ == nullptr) return;
   if (num_exports() != 0) {

@@ -32,6 +32,8 @@ class Mapping {
   int64_t num_exports() const { return num_exports_.load(); }
 
   void prefault(int num_threads) const;
+  // The pages of these bytes, for reading; std::system_error where the file cannot give them.
+  void bring_in(int64_t offset, int64_t num_bytes) const;
   void close();
 
   // Address of `num_bytes` bytes at `offset`; std::invalid_argument when closed, out of bounds, misaligned or not

@@ -124,6 +124,12 @@ void prefault(const MappingPtr& mapping, int num_threads) {
   mapping->prefault(num_threads);
 }
 
+void bring_in(const MappingPtr& mapping, int64_t offset, int64_t num_bytes) {
+  const Pin pin(mapping);
+  const py::gil_scoped_release release;
+  mapping->bring_in(offset, num_bytes);
+}
+
 void bind_memory(py::module_& m) {
   py::class_<Mapping, MappingPtr>(m, "Mapping", py::is_final(), py::custom_type_setup(give_buffer<MappingExport>))
       .def_static("map_fd", &Mapping::map_fd, "fd"_a, "num_bytes"_a, "writable"_a)
@@ -134,6 +140,7 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("is_closed", &Mapping::is_closed)
       .def_property_readonly("num_exports", &Mapping::num_exports)
       .def("prefault", prefault, "num_threads"_a)
+      .def("bring_in", bring_in, "offset"_a, "num_bytes"_a)
       .def("close", &Mapping::close)
       .def("dlpack", dlpack_capsule, "offset"_a, "shape"_a, "dtype"_a);
   py::class_<BorrowedTensor>(m, "BorrowedTensor", py::is_final(), py::custom_type_setup(give_buffer<BorrowedExport>))

@@ -46,6 +46,10 @@ class Mapping(Buffer):
     def prefault(self, num_threads: int) -> None:
         """Touches every page, so that later copies run at the speed of warm memory. Contents stay."""
 
+    def bring_in(self, offset: int, num_bytes: int) -> None:
+        """The pages of these bytes, for reading. OSError where the file cannot give them (it was cut, or its disk does
+        not read), and not the signal that reading them would end this process with. Kernels before 5.14 do nothing."""
+
     def close(self) -> None:
         """Unmaps now. BufferError while exports are alive (nothing happens then); a second close does nothing."""
 

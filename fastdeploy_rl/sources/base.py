@@ -5,7 +5,7 @@ Owns the words only. Invariant, for every source: what `arrivals` has given has 
 that `plan` names, until `release`; or an error was raised and nothing is held.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -76,6 +76,11 @@ class StagedSource(Protocol):
         not all bytes come; then `release` is still to be called."""
         ...
 
+    def bring_in(self, planned: Sequence[PlannedParameter]) -> None:
+        """Before some of what arrived is read. ChecksumMismatchError where its bytes cannot be had any more; memory
+        always can."""
+        ...
+
     def is_vouched(self) -> bool:
         """Whether what `is_immutable` promised still holds: False once whoever promised it is gone, so that nobody
         would know if the memory changed. Parameters must not stay in it then. Cheap enough to ask all the time, from
@@ -86,6 +91,15 @@ class StagedSource(Protocol):
         """Ends what still arrives, lets go of the memory, then of the claim on it. SegmentError while arrays or tensors
         over a segment are alive: then all stays held, and a later call releases it. A second release does nothing."""
         ...
+
+
+def readable(
+    staged: StagedSource, batches: Iterable[Sequence[PlannedParameter]]
+) -> Iterator[Sequence[PlannedParameter]]:
+    """The batches, each brought in before it is given."""
+    for batch in batches:
+        staged.bring_in(batch)
+        yield batch
 
 
 class WeightSource(Protocol):

@@ -178,6 +178,9 @@ class FetchedVersion:
     def is_released(self) -> bool:
         return self._arena is None
 
+    def bring_in(self, planned: Sequence[PlannedParameter]) -> None:
+        """It is memory."""
+
     def is_vouched(self) -> bool:
         return True
 

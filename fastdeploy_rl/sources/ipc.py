@@ -120,6 +120,9 @@ class IpcStaged:
     def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
         yield self.plan.everything
 
+    def bring_in(self, planned: Sequence[PlannedParameter]) -> None:
+        """It is memory."""
+
     def is_vouched(self) -> bool:
         return self._leased.is_vouched()
 

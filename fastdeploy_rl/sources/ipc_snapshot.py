@@ -21,7 +21,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fastdeploy_rl._native import Mapping
-from fastdeploy_rl.errors import DeadlineExceededError, ManifestError, NoPublicationError, SegmentError
+from fastdeploy_rl.errors import (
+    ChecksumMismatchError,
+    DeadlineExceededError,
+    ManifestError,
+    NoPublicationError,
+    SegmentError,
+)
 from fastdeploy_rl.manifest import Manifest, Segment
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.tensor_view import check_unused
@@ -195,6 +201,21 @@ class SnapshotStaged:
 
     def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
         yield self.plan.everything
+
+    def bring_in(self, planned: Sequence[PlannedParameter]) -> None:
+        """A file that was cut, or that its disk does not read, is an error here; whoever just reads it is ended by
+        SIGBUS."""
+        for region in (region for parameter in planned for region in parameter.regions if region.rows):
+            if region.kind is RegionKind.ZERO:
+                continue
+            num_bytes = (region.rows - 1) * region.source_stride + region.row_bytes
+            try:
+                self.segments[region.segment].bring_in(region.source_offset, num_bytes)
+            except OSError as error:
+                raise ChecksumMismatchError(
+                    f"bytes of tensor {region.tensor!r} in shard {region.segment} of a snapshot cannot be read: "
+                    f"{error.strerror}; the file was cut, or its disk is at fault: take another version"
+                ) from error
 
     def is_vouched(self) -> bool:
         """The mapping itself keeps the file."""

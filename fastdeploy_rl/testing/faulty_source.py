@@ -174,6 +174,9 @@ class FaultyStaged:
     def arrivals(self, *, deadline_ns: int) -> Iterator[Sequence[PlannedParameter]]:
         return self._inner.arrivals(deadline_ns=deadline_ns) if self._copy is None else iter([self.plan.everything])
 
+    def bring_in(self, planned: Sequence[PlannedParameter]) -> None:
+        self._inner.bring_in(planned)
+
     def is_vouched(self) -> bool:
         return self._inner.is_vouched()
 

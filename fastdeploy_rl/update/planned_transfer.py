@@ -43,9 +43,8 @@ def copy_arriving(
     homes: dict[str, TensorView],
     num_threads: int,
 ) -> None:
-    """Copies what has a home, and reads nothing else: no sums, so nothing is known of what was copied."""
-    for batch in batches:
-        planned = [parameter for parameter in batch if parameter.name in homes]
+    """Copies what comes to its home: no sums, so nothing is known of what was copied."""
+    for planned in batches:
         jobs = [(p, region) for p in planned for region in p.regions if region.kind is RegionKind.COPY]
         native = [_region(segments, p, region, None, homes[p.name]) for p, region in jobs]
         native += _zero_fills(planned, homes)

@@ -27,7 +27,14 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
-from fastdeploy_rl.sources.base import NOT_ASKED, NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.sources.base import (
+    NOT_ASKED,
+    NOT_IMMUTABLE,
+    ResolvedPublication,
+    StagedSource,
+    WeightSource,
+    readable,
+)
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import packed, packed_bytes
 from fastdeploy_rl.update.planned_transfer import Sums, copy_arriving, transfer_arriving, transfer_planned
@@ -248,13 +255,16 @@ def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
 
 def _receive(update: RankUpdate, homes: dict[str, TensorView]) -> Sums:
     staged, manifest = _known(update.staged), _known(update.resolved).manifest
-    arrivals = staged.arrivals(deadline_ns=update.deadline_ns)
+    arrivals = readable(staged, staged.arrivals(deadline_ns=update.deadline_ns))
     return transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_threads)
 
 
 def _receive_unchecked(update: RankUpdate, homes: dict[str, TensorView]) -> None:
+    """Reads what has a home, and nothing else."""
     staged = _known(update.staged)
-    copy_arriving(staged.arrivals(deadline_ns=update.deadline_ns), staged.segments, homes, update.num_threads)
+    arrivals = staged.arrivals(deadline_ns=update.deadline_ns)
+    needed = ([parameter for parameter in batch if parameter.name in homes] for batch in arrivals)
+    copy_arriving(readable(staged, needed), staged.segments, homes, update.num_threads)
 
 
 # --- vote: taken by the transaction together with the other ranks ----------------------------------

@@ -14,7 +14,7 @@ from fastdeploy_rl.errors import ChecksumMismatchError, NoPublicationError, Step
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
-from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource
+from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource, readable
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
 from fastdeploy_rl.update.packing import copies, packed_bytes, packed_views
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_arriving, transfer_planned
@@ -113,7 +113,7 @@ class FormerVersion:
 
     def _arrived(self, num_threads: int) -> Sums:
         staged = self._held()
-        arrivals = staged.arrivals(deadline_ns=self.deadline_ns)
+        arrivals = readable(staged, staged.arrivals(deadline_ns=self.deadline_ns))
         return transfer_arriving(arrivals, self.resolved.manifest, staged.segments, {}, num_threads)
 
     def _held(self) -> StagedSource:

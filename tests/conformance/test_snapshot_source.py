@@ -16,7 +16,13 @@ from source_suite import SourceSuite, assert_holds, plan_of, soon, weights
 
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.dtypes import numpy_dtype
-from fastdeploy_rl.errors import ConfigurationError, ManifestError, NoPublicationError, VersionFormatError
+from fastdeploy_rl.errors import (
+    ChecksumMismatchError,
+    ConfigurationError,
+    ManifestError,
+    NoPublicationError,
+    VersionFormatError,
+)
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.plan.planner import make_plan
@@ -25,7 +31,7 @@ from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.snapshot_directory import Entry, Snapshot, SnapshotDirectory
 from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
 from fastdeploy_rl.sources import registry
-from fastdeploy_rl.sources.base import SourceConfig
+from fastdeploy_rl.sources.base import SourceConfig, readable
 from fastdeploy_rl.sources.ipc_snapshot import SnapshotSource
 from fastdeploy_rl.version import WeightVersion
 
@@ -217,6 +223,22 @@ def test_a_shard_that_is_cut_after_it_was_found_is_not_staged(source: SnapshotSo
     resolved = source.resolve(None, deadline_ns=soon())
     staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
     assert_holds(resolved.manifest, staged.segments, weights(2))
+    staged.release()
+
+
+def test_a_shard_that_is_cut_while_it_is_mapped_is_an_error_and_no_signal(
+    channel: Path, source: SnapshotSource
+) -> None:
+    """Reading it would end this process."""
+    with WeightPublisher(channel) as publisher, SnapshotWriter(channel) as snapshots:
+        large = {"w": np.arange(8 * 4096, dtype=np.float32)}
+        snapshot = SnapshottingPublisher(publisher, snapshots).publish(large, step=1)
+    resolved = source.resolve(None, deadline_ns=soon())
+    staged = source.stage(resolved, plan_of(resolved.manifest), deadline_ns=soon())
+    os.truncate(snapshot.path / snapshot.manifest.segments[0].locator, 4096)
+    with pytest.raises(ChecksumMismatchError, match="bytes of tensor 'w' in shard 0 of a snapshot cannot be read"):
+        for _ in readable(staged, staged.arrivals(deadline_ns=soon())):
+            pass
     staged.release()
 
 

@@ -133,6 +133,25 @@ def test_prefault_leaves_the_contents_alone(tmp_path: Path, writable: bool) -> N
         mapping.prefault(0)
 
 
+def test_bytes_that_a_file_has_no_more_are_an_error_and_no_signal(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5 * 4096))
+    with path.open("r+b") as file:
+        mapping = Mapping.map_fd(file.fileno(), 5 * 4096, writable=False)
+        mapping.bring_in(1, 5 * 4096 - 1)
+        file.truncate(2 * 4096)
+        mapping.bring_in(0, 2 * 4096)
+        mapping.bring_in(5 * 4096, 0)
+        with pytest.raises(OSError, match="Bad address"):
+            mapping.bring_in(2 * 4096 - 1, 2)
+    for offset, num_bytes in ((-1, 1), (0, 5 * 4096 + 1), (0, -1)):
+        with pytest.raises(ValueError, match="bytes"):
+            mapping.bring_in(offset, num_bytes)
+    mapping.close()
+    with pytest.raises(ValueError, match="closed"):
+        mapping.bring_in(0, 1)
+
+
 def test_prefault_makes_every_page_resident() -> None:
     mapping = Mapping.private(16 << 20)
     mapping.prefault(2)

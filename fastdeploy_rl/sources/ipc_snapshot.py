@@ -6,7 +6,8 @@ opened, held open by their mappings: they outlast their removal by a writer that
 
 Nobody changes a snapshot once it is there. Who cuts a file that is mapped, or takes away a network file system under
 it, kills whoever reads the missing bytes (SIGBUS): with apply mode `alias` that is an engine that serves. Hence `auto`
-copies: then files are read while an update is staged, and not after. On NFS, files that another machine removed are
+copies: then files are read while an update is staged, and not after, and what cannot be read is an error (`bring_in`)
+but for a moment. On NFS, files that another machine removed are
 gone for those who have them mapped, too: there, `keep` as many versions as engines may lag behind.
 
 Where there are no snapshots, files in other formats are looked for (`foreign_files`).

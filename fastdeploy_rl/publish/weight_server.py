@@ -29,12 +29,13 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.owner_lock import OwnerLock, is_alive, owner_of
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.channel_reader import ChannelReader, LeasedSegments
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
 from fastdeploy_rl.transport.address import Address, parse_address
-from fastdeploy_rl.transport.base import ByteRange, Run
+from fastdeploy_rl.transport.base import Run
 from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
 from fastdeploy_rl.transport.mooncake_exporter import ExportingShelf, MooncakeExporter
 from fastdeploy_rl.transport.tcp_server import TcpServer

@@ -12,7 +12,8 @@ from functools import cached_property
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.manifest import encode
-from fastdeploy_rl.transport.base import ByteRange, Offer, Run
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Offer, Run
 from fastdeploy_rl.transport.held_bytes import HeldBytes
 from fastdeploy_rl.version import WeightVersion
 

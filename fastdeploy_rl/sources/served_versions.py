@@ -7,9 +7,10 @@ bytes are where.
 from collections.abc import Sequence
 
 from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.sources.held_versions import HeldVersions
 from fastdeploy_rl.transport.address import parse_address
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.tcp_server import TcpServer
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.manifest import Manifest
-from fastdeploy_rl.plan.byte_range import ByteRange as ByteRange  # plans speak of ranges too; here is where to get it
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.version import WeightVersion
 
 

@@ -20,7 +20,8 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError, SegmentError
 from fastdeploy_rl.manifest import Manifest
-from fastdeploy_rl.transport.base import ByteRange, Offer, Transport
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Offer, Transport
 from fastdeploy_rl.transport.connection import Connection, Server
 from fastdeploy_rl.transport.mooncake_engine import (
     MAX_SLICES,

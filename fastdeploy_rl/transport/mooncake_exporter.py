@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.memory.shared_segment import SharedSegment
-from fastdeploy_rl.transport.base import ByteRange, Run, Shelf, ShelvedVersion
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Run, Shelf, ShelvedVersion
 from fastdeploy_rl.transport.mooncake_engine import Library, MooncakeEngine, MooncakeSettings, load_library
 from fastdeploy_rl.transport.wire import Places
 from fastdeploy_rl.version import WeightVersion

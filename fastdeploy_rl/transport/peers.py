@@ -23,7 +23,8 @@ from fastdeploy_rl.errors import (
     TrainerError,
     WorldError,
 )
-from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Transport
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Fetch, Offer, Transport
 from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece
 from fastdeploy_rl.version import WeightVersion
 

@@ -18,7 +18,8 @@ from fastdeploy_rl.errors import (
     OverloadedError,
     PeerLostError,
 )
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.connection import Connection, Server
 from fastdeploy_rl.transport.secret import checked_secret
 from fastdeploy_rl.transport.tcp_fetch import Desk, TcpFetch, delay_s

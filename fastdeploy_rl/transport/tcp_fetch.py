@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, OverloadedError, PeerLostError
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.plan.byte_range import ByteRange
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.buckets import Bucket, buckets, spans
 from fastdeploy_rl.transport.connection import Connection
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fastdeploy_rl.errors import DeadlineExceededError, OverloadedError, PeerLostError
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport.address import Address, parse_address
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.peers import PeerEngine
 from fastdeploy_rl.transport.tcp import DEFAULT_BUCKET_BYTES, DEFAULT_STREAMS, TcpTransport

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError
 from fastdeploy_rl.manifest import encode, file_digest
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.channel_reader import ChannelReader, LeasedSegments
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.ipc import IpcSource
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.version import WeightVersion
 
 

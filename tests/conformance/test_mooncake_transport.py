@@ -21,6 +21,7 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     SegmentError,
 )
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer
@@ -28,7 +29,7 @@ from fastdeploy_rl.sources import rsync
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
 from fastdeploy_rl.testing.fake_mooncake import FakeMooncake, fake_hcas
-from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer
+from fastdeploy_rl.transport.base import Fetch, Offer
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.mooncake import MooncakeTransport
 from fastdeploy_rl.transport.mooncake_engine import MAX_SLICES, Library, MooncakeEngine, MooncakeSettings, load_library

@@ -24,6 +24,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.manifest import Manifest, encode, file_digest
 from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.publisher import WeightPublisher
@@ -31,7 +32,7 @@ from fastdeploy_rl.publish.weight_server import WeightServer
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_arriving, transfer_planned
 from fastdeploy_rl.version import WeightVersion
 

@@ -13,10 +13,11 @@ from transport_suite import EDGE, Connect, TransportSuite, assert_landed, fetche
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import AuthenticationError, ConfigurationError, NoPublicationError, OverloadedError
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer, read_server_address
 from fastdeploy_rl.sources.held_versions import HeldReader, HeldVersions
-from fastdeploy_rl.transport.base import ByteRange, Offer, Shelf
+from fastdeploy_rl.transport.base import Offer, Shelf
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.transport.tcp import TcpTransport

@@ -27,10 +27,11 @@ from fastdeploy_rl.errors import (
     OverloadedError,
     PeerLostError,
 )
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.publish.weight_server import ChannelShelf, WeightServer, read_server_address
 from fastdeploy_rl.transport import tcp_fetch, tcp_server, wire
-from fastdeploy_rl.transport.base import ByteRange, Offer, Run, Shelf, ShelvedVersion
+from fastdeploy_rl.transport.base import Offer, Run, Shelf, ShelvedVersion
 from fastdeploy_rl.transport.connection import Connection
 from fastdeploy_rl.transport.tcp import TcpTransport
 from fastdeploy_rl.transport.tcp_fetch import Desk

@@ -12,8 +12,9 @@ import pytest
 from fastdeploy_rl import manifest as manifests
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, NoPublicationError
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.publisher import WeightPublisher
-from fastdeploy_rl.transport.base import ByteRange, Fetch, Offer, Transport
+from fastdeploy_rl.transport.base import Fetch, Offer, Transport
 from fastdeploy_rl.version import WeightVersion
 
 Connect = Callable[[int], Transport]

@@ -20,9 +20,10 @@ from publication_peer import weights
 import fastdeploy_rl
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import ChannelBusyError, ConfigurationError, DeadlineExceededError, PeerLostError
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.publish.weight_server import WeightServer, read_server_address
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.tcp import TcpTransport
 from fastdeploy_rl.version import WeightVersion
 

@@ -12,8 +12,9 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import of_bytes
 from fastdeploy_rl.errors import NoPublicationError, SegmentError
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.sources.held_versions import HeldVersions
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.held_bytes import HeldBytes, Piece, Place
 from fastdeploy_rl.version import WeightVersion
 

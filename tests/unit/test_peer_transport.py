@@ -19,8 +19,9 @@ from fastdeploy_rl.errors import (
     PeerLostError,
 )
 from fastdeploy_rl.manifest import Part, Segment, Tensor
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.transport import peers
-from fastdeploy_rl.transport.base import ByteRange, Offer
+from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.version import WeightVersion
 

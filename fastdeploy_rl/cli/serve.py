@@ -170,11 +170,12 @@ def add_parser(verbs: Verbs) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from fastdeploy_rl.config import api_keys, default_channel
-    from fastdeploy_rl.sources.registry import check_load_strategy
+    from fastdeploy_rl.sources.registry import RSYNC, check_load_strategy
+    from fastdeploy_rl.sources.rsync import check_rsync_config
     from fastdeploy_rl.sources.rsync_config import parse_rsync_config
 
     check_load_strategy(options.load_strategy)
-    parse_rsync_config(options.rsync_config)
+    (check_rsync_config if options.load_strategy == RSYNC else parse_rsync_config)(options.rsync_config)
     check_checksums(options.apply_mode, not options.no_checksums)
     # uvicorn, the tokenizer and the rest take a moment; a wrong strategy does not have to wait for them.
     from fastdeploy_rl.engines.embedded.supervisor import ServeConfig, serve

@@ -7,6 +7,7 @@ server that the config does not name is read anew each time, since a trainer tha
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastdeploy_rl.publish.weight_server import read_server_address
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
@@ -25,6 +26,19 @@ from fastdeploy_rl.transport.peers import PeerEngine, PeerTransport
 from fastdeploy_rl.transport.secret import read_secret
 from fastdeploy_rl.transport.tcp import DEFAULT_STREAMS, TcpTransport
 from fastdeploy_rl.transport.tcp_peers import TcpPeer, peer_engine
+
+if TYPE_CHECKING:
+    from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
+
+
+def check_rsync_config(text: str) -> None:
+    """ConfigurationError for what `create` would refuse on this machine, as far as that is known without a rank: the
+    config itself, its secret, its HCAs."""
+    chosen = parse_rsync_config(text)
+    if isinstance(chosen, FetchConfig) and chosen.secret_file:
+        read_secret(Path(chosen.secret_file))
+    if isinstance(chosen, MooncakeConfig):
+        _mooncake_settings(chosen).check()
 
 
 def create(config: SourceConfig) -> WeightSource:
@@ -64,7 +78,12 @@ def _holder(chosen: FetchConfig, config: SourceConfig, secret: bytes | None) -> 
 
 def _mooncake(chosen: MooncakeConfig, publisher: Server, secret: bytes | None) -> Transport:
     from fastdeploy_rl.transport.mooncake import MooncakeTransport
+
+    settings = _mooncake_settings(chosen)
+    return MooncakeTransport.open(publisher, settings, secret=secret, bucket_bytes=chosen.bucket_bytes)
+
+
+def _mooncake_settings(chosen: MooncakeConfig) -> "MooncakeSettings":
     from fastdeploy_rl.transport.mooncake_engine import MooncakeSettings
 
-    settings = MooncakeSettings(chosen.protocol, chosen.device_name, chosen.local_hostname)
-    return MooncakeTransport.open(publisher, settings, secret=secret, bucket_bytes=chosen.bucket_bytes)
+    return MooncakeSettings(chosen.protocol, chosen.device_name, chosen.local_hostname)

@@ -113,10 +113,13 @@ def parse_rsync_config(text: str) -> RsyncConfig:
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise ConfigurationError(f"--rsync-config has more than {MAX_BYTES} bytes")
     try:
-        given = msgspec.json.decode(text or "{}", type=dict[str, Any])
-        config: RsyncConfig = msgspec.convert({"transport": "tcp"} | given, RsyncConfig)
+        given = {"transport": "tcp"} | msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigurationError(f"--rsync-config: {error!s:.500}{_known_transports(error)}") from error
+        raise ConfigurationError(f"--rsync-config: {error!s:.500}") from error
+    try:
+        config: RsyncConfig = msgspec.convert(given, RsyncConfig)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigurationError(f"--rsync-config: {error!s:.500}{_known(given['transport'], str(error))}") from error
     if isinstance(config, FetchConfig):
         _check_texts(config)
     return config
@@ -141,9 +144,12 @@ def _texts(config: FetchConfig) -> list[tuple[str, str]]:
     return []
 
 
-def _known_transports(error: Exception) -> str:
-    known = ", ".join(str(config.__struct_config__.tag) for config in _KINDS)
-    return f"; transports are {known}" if "$.transport" in str(error) else ""
+def _known(transport: Any, error: str) -> str:
+    """What could have been said, where a transport or a key is none that there is."""
+    keys = {kind.__struct_config__.tag: kind.__struct_fields__ for kind in _KINDS}
+    if "$.transport" in error:
+        return f"; transports are {', '.join(map(str, keys))}"
+    return f"; keys of {transport} are {', '.join(keys[transport])}" if "unknown field" in error else ""
 
 
 class Option(NamedTuple):

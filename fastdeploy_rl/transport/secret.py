@@ -1,5 +1,6 @@
 """The secret that both ends of a connection share, and how it is read. It stands in no message and no log."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -22,7 +23,7 @@ def read_secret(path: Path) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ConfigurationError(f"secret file {path!s:.200}: {error.strerror}") from error
+        raise ConfigurationError(f"secret file {path!s:.200}: {error.strerror}{_hint(error)}") from error
     return checked_secret(data.strip(), f"secret file {path}")
 
 
@@ -33,6 +34,12 @@ def checked_secret(secret: bytes, what: str = "the secret") -> bytes:
             f"{what} must have {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes; make one with: openssl rand -hex 32"
         )
     return secret
+
+
+def _hint(error: OSError) -> str:
+    if error.errno != errno.ENOENT:
+        return ""
+    return "; server and engines need the same one: (umask 077; openssl rand -hex 32 > FILE) makes it"
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:

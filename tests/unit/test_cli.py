@@ -84,6 +84,10 @@ def test_help_imports_neither_engine_nor_server() -> None:
     [
         (["serve", "--model", "x", "--no-checksums", "--apply-mode", "copy"], "which takes checksums to undo"),
         (["serve", "--model", "x", "--rsync-config", '{"adress": "a:1"}'], "adress"),
+        (
+            ["serve", "--model", "x", "--load-strategy", "rsync", "--rsync-config", '{"secret_file": "/no/secret"}'],
+            "secret file /no/secret: No such file or directory; server and engines need the same one",
+        ),
         (["serve", "--model", "x", "--load-strategy", "carrier-pigeon"], "unknown load strategy 'carrier-pigeon'"),
         (["serve", "--model", "/no/such/model"], "no such model directory: /no/such/model"),
         (["publish", "/no/such/model", "--step", "1"], "no such model directory: /no/such/model"),

@@ -228,7 +228,7 @@ class _Connection:
             return
         if not wire.is_proof(client.proof, wire.client_proof(secret, nonce, client.nonce)):
             error = AuthenticationError("the weight server has another secret than this client")
-            _log.warning("event=wrong_secret")
+            _log.warning("event=wrong_secret client=%s", self._client)
             self._link.send(wire.failed(error), deadline_ns)
             raise error
         self._link.send(wire.Welcome(wire.server_proof(secret, nonce, client.nonce)), deadline_ns)
@@ -339,7 +339,9 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise ConfigurationError(f"cannot listen on {host:.200}:{port}: {error}") from error
+        raise ConfigurationError(
+            f"cannot listen on {host:.200}:{port}: {error}; name another address or port"
+        ) from error
 
 
 def _in(seconds: float) -> int:

@@ -13,6 +13,11 @@ def print_report(report: "UpdateReport", *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
+    if report.outcome == "done" and not report.ranks and report.version == report.previous_version:
+        already = f"version {report.version} is live already" if report.version else "no weights are loaded"
+        print(f"{report.kind} done: nothing to do, {already}")
+        print_fields(content_digest=report.receipt.content_digest if report.receipt else "")
+        return
     reasons = report.not_aliased.items()
     print(
         f"{report.kind} {report.outcome}: version {report.version or 'none'} (was {report.previous_version or 'none'})"

@@ -33,7 +33,7 @@ def file_name(rank: int, gpu: str | int) -> str:
 
 
 def write_model_state(
-    directory: Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int, num_parts: int = 1
+    directory: str | Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int, num_parts: int = 1
 ) -> list[Path]:
     """Writes a rank's slices (contiguous CPU tensors of Paddle, torch or numpy, BF16 there as uint16) into the model
     directory: one file, or `num_parts` of about the same size, counted from 0. Parts of an earlier, finer split are
@@ -43,7 +43,7 @@ def write_model_state(
     file cannot be written: then the files before it are new and the others are as they were."""
     if not 1 <= num_parts <= max(1, len(tensors)):
         raise ConfigurationError(f"{len(tensors)} tensors cannot be split over {num_parts} files")
-    borrowed = _borrowed(tensors)
+    directory, borrowed = Path(directory), _borrowed(tensors)
     if num_parts == 1:
         paths = [_write(directory / file_name(rank, gpu), _safetensors(borrowed))]
     else:
@@ -55,19 +55,19 @@ def write_model_state(
     return paths
 
 
-def write_saved_model_state(directory: Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int) -> Path:
+def write_saved_model_state(directory: str | Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int) -> Path:
     """As `write_model_state`, what FastDeploy looks for in `/shared_ipc_meta`: the bytes of `paddle.save`."""
     saved = {name: SavedArray(tensor.dtype, tensor.shape, tensor.buffer) for name, tensor in _borrowed(tensors).items()}
-    return _write(directory / file_name(rank, gpu), write_saved_state(saved))
+    return _write(Path(directory) / file_name(rank, gpu), write_saved_state(saved))
 
 
-def write_version(directory: Path, step: int) -> None:
+def write_version(directory: str | Path, step: int) -> None:
     """Says which step the files beside are: `step` for FastDeploy's weight manager and `version` for its router in
     `version.yaml`, and the older `version.txt`. Call it last, when the files of all ranks are there."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
         raise ConfigurationError(f"a step is an integer from 0 on, got {step!r:.80}")
-    _write(directory / "version.txt", [f"{step}\n".encode()])
-    _write(directory / "version.yaml", [f"step: {step}\nversion: {step}\n".encode()])
+    _write(Path(directory) / "version.txt", [f"{step}\n".encode()])
+    _write(Path(directory) / "version.yaml", [f"step: {step}\nversion: {step}\n".encode()])
 
 
 def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[str, HostTensor]]:

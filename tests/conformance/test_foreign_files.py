@@ -334,7 +334,7 @@ def test_files_that_are_newer_than_their_version_are_told_of_once(
     """They may be of the next step, whose version comes last."""
     write_ranks(places, in_parts)
     version_file = places.model / "version.yaml"
-    write_version(places.model, 3)
+    write_version(str(places.model), 3)
     assert_taken(places)
     assert "files_newer_than_version" not in caplog.text
     written_ns = version_file.stat().st_mtime_ns
@@ -449,7 +449,7 @@ def test_a_pickle_that_would_execute_something_is_refused(places: Places) -> Non
 
 def test_what_is_written_is_what_safetensors_and_paddle_read(tmp_path: Path) -> None:
     state = slices(0) | {"scale": np.array(3.5), "empty": np.zeros((0, 3), np.int32), "mask": np.array([True, False])}
-    (path,) = write_model_state(tmp_path, state, rank=3, gpu="GPU-1f")
+    (path,) = write_model_state(str(tmp_path), state, rank=3, gpu="GPU-1f")
     assert path.name == "model_state.tp3.GPU-1f.pdparams"
     others = {name: value for name, value in state.items() if value.dtype != np.uint16}  # this reader has no BF16
     write_model_state(tmp_path, others, rank=3, gpu="GPU-1f")
@@ -463,7 +463,7 @@ def test_what_is_written_is_what_safetensors_and_paddle_read(tmp_path: Path) -> 
     for name, value in paddle.load(str(path), safetensors=True).items():
         assert value.numpy().tobytes() == others.pop(name).tobytes()
     assert others == {}
-    saved = paddle.load(str(write_saved_model_state(tmp_path, state, rank=0, gpu=0)), return_numpy=True)
+    saved = paddle.load(str(write_saved_model_state(str(tmp_path), state, rank=0, gpu=0)), return_numpy=True)
     saved.pop("StructuredToParameterName@@", None)
     assert {name: value.tobytes() for name, value in saved.items()} == {n: v.tobytes() for n, v in state.items()}
 

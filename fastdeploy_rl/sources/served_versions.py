@@ -7,6 +7,7 @@ bytes are where.
 from collections.abc import Sequence
 
 from fastdeploy_rl._native import Mapping
+from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.sources.held_versions import HeldVersions
 from fastdeploy_rl.transport.address import parse_address
@@ -27,10 +28,17 @@ class ServedVersions:
     def hold(self, offer: Offer, ranges: Sequence[ByteRange], mapping: Mapping) -> None:
         """ConfigurationError where the address cannot be listened on: an engine that others were told to ask is not to
         be silent."""
-        if not self._is_listening:
-            self._server.start()
-            self._is_listening = True
+        self._listen()
         self._shelf.hold(offer, ranges, mapping)
+
+    def _listen(self) -> None:
+        if self._is_listening:
+            return
+        try:
+            self._server.start()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--rsync-config: serve: {error}") from error
+        self._is_listening = True
 
     def withdraw(self, mapping: Mapping) -> None:
         self._shelf.withdraw(mapping)

@@ -234,7 +234,7 @@ def test_an_address_that_is_taken_is_said_and_nothing_changes(channel: Path):
         BoardClient(first.port) as client,
     ):
         publish(trainer, 1)
-        with pytest.raises(ConfigurationError, match=r"cannot listen on 127\.0\.0\.1:"):
+        with pytest.raises(ConfigurationError, match=r"serve: cannot listen on 127\.0\.0\.1:"):
             client.update()
         assert first.holds(random_weights(MODEL, 0))
 

@@ -260,8 +260,9 @@ def _first_objection(
     if not against:
         return None
     for rank in against:
-        if records[rank].reason:
-            return from_wire(records[rank].error, f"rank {rank}: {records[rank].reason}")
+        if reason := records[rank].reason:
+            names_itself = reason.startswith((f"rank {rank}:", f"rank {rank},"))
+            return from_wire(records[rank].error, reason if names_itself else f"rank {rank}: {reason}")
     # Those saw another one die, or ran out of time themselves while they waited for the others.
     behind = [rank for rank, record in living.items() if record.command != command or record.ballot < wanted]
     if not lost.isdisjoint(behind):

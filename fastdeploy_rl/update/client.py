@@ -109,7 +109,11 @@ class BoardClient:
             receipt = RankFiles(self._board.run_dir).read_receipt()
             if receipt is None:
                 status = self.status()
-                why = "checksums are off" if status.is_serving else f"no version is live: {status.reason}"
+                why = (
+                    "checksums are off (--no-checksums)"
+                    if status.is_serving
+                    else f"no version is live: {status.reason}"
+                )
                 raise NotServingError(f"port {self._port}: there is no receipt: {why}")
             return receipt
         report = self._ask(CommandKind.RECOMPUTE, "", deadline_s, False)

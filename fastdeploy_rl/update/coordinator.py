@@ -399,7 +399,9 @@ class Coordinator:
     def _recompute(self, request: CommandRequest) -> CommandOutcome:
         receipt = self._chronicle.receipt
         if receipt is None:
-            why = "no version is live; update the engine" if self._has_checksums else "checksums are off"
+            why = (
+                "no version is live; update the engine" if self._has_checksums else "checksums are off (--no-checksums)"
+            )
             raise NotServingError(f"there is no receipt to check: {why}")
         outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
         outcome.version = receipt.version

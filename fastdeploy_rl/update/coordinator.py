@@ -279,7 +279,7 @@ class Coordinator:
             return None
         last = self.state.last_version
         is_new = not last or found.version > WeightVersion.parse(last)
-        is_other = found != tried and found.manifest.content_digest != tried.manifest.content_digest
+        is_other = _identity(found) != _identity(tried)
         return found if is_new and is_other else None
 
     def _try_update(self, request: CommandRequest, resolved: ResolvedPublication) -> CommandOutcome:
@@ -458,6 +458,10 @@ class Coordinator:
         kind = request.kind.name.lower()
         lost = PeerLostError(f"rank 0 died before this {kind} took effect: nothing changed; ask again")
         return CommandOutcome(Outcome.REJECTED, lost, version=request.version)
+
+
+def _identity(resolved: ResolvedPublication) -> tuple[WeightVersion, str]:
+    return resolved.version, resolved.manifest.content_digest
 
 
 def _from_now(seconds: float) -> int:

@@ -52,11 +52,12 @@ DAMAGES = {damage.__name__: damage for damage in (flip, cut, lose, lose_manifest
 each_damage = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 
 
-def write_versions(channel: Path, num_versions: int) -> None:
-    """And the trainer goes."""
+def write_versions(channel: Path, num_versions: int, seed: int | None = None) -> None:
+    """And the trainer goes. `seed`: of the same weights in each; else each has its own."""
     with Trainer("ipc_snapshot", channel) as trainer:
         for step in range(1, num_versions + 1):
-            trainer.publish(random_weights(MODEL, step), step=step, convention=as_the_engine)
+            weights = random_weights(MODEL, step if seed is None else seed)
+            trainer.publish(weights, step=step, convention=as_the_engine)
 
 
 @each_damage
@@ -113,3 +114,15 @@ def test_a_damaged_newer_version_leaves_what_is_live_and_is_an_error(tmp_path: P
         assert engine.holds(random_weights(MODEL, 1))
         assert client.receipt(recompute=True) == before
         assert client.update().version == "1.1"  # what is known to be damaged is not tried again
+
+
+def test_an_older_version_of_the_same_weights_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    write_versions(channel, 2, seed=7)
+    flip(channel, "1.2")
+    with (
+        NumpyEngine(MODEL, channel=channel, num_ranks=1, load_strategy="ipc_snapshot") as engine,
+        BoardClient(engine.port) as client,
+    ):
+        assert client.update().version == "1.1"
+        assert engine.holds(random_weights(MODEL, 7))

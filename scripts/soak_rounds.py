@@ -24,6 +24,7 @@ from fastdeploy_rl.errors import (
     VersionRegressError,
 )
 from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.sources.registry import RSYNC
 from fastdeploy_rl.update.client import BoardClient
 
 Errors = tuple[type[FastDeployRLError], ...]
@@ -62,10 +63,10 @@ def _refuse(scene: Scene, flaw: Flaw, error: type[FastDeployRLError]) -> Sequenc
 
 
 def refuse_what_cannot_be_aliased(scene: Scene) -> Sequence[str]:
-    """Other modes copy it."""
+    """Other modes copy it, and slices that are fetched are put together on the way."""
     before = scene.live()
     version = scene.publish(layout="full")
-    if scene.mode == ALIAS_STRICT and scene.num_ranks > 1:
+    if scene.mode == ALIAS_STRICT and scene.num_ranks > 1 and scene.strategy != RSYNC:
         _expect((NotAliasableError,), lambda: scene.client.update(deadline_s=WAIT_S))
         return [before]
     scene.client.update(deadline_s=WAIT_S)

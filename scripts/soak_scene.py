@@ -50,8 +50,8 @@ class SoakError(Exception):
 class Trainer:
     """The trainer's process: one order, one answer."""
 
-    def __init__(self, channel: Path, num_ranks: int, errors: IO[bytes]) -> None:
-        self._start = Start(str(channel), num_ranks)
+    def __init__(self, channel: Path, num_ranks: int, strategy: str, errors: IO[bytes]) -> None:
+        self._start = Start(str(channel), num_ranks, strategy)
         self._errors = errors
 
     def __enter__(self) -> "Trainer":
@@ -203,7 +203,7 @@ class Scene:
                     errors=errors,
                 )
             )
-            self.trainer = stack.enter_context(Trainer(self._channel, self.num_ranks, errors))
+            self.trainer = stack.enter_context(Trainer(self._channel, self.num_ranks, self.strategy, errors))
             self.client = stack.enter_context(BoardClient(self.engine.port))
             self.load = stack.enter_context(RequestLoad(self.engine, self.references))
             self._stack = stack.pop_all()

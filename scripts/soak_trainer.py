@@ -1,12 +1,15 @@
 """The soak's trainer, a process of its own: publishes what it is told to, flaws included, and says what it holds.
 
 The first line of standard input is a Start, the others are Orders; each is answered by one line of JSON. A flaw is made
-the way it would come about: a tensor forgotten, of another shape, or a byte turned around where it was published."""
+the way it would come about: a tensor forgotten, of another shape, or a byte turned around where engines read it."""
 
 import gc
 import json
 import sys
-from typing import Literal
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +17,11 @@ from soak_model import as_the_engine, model
 
 from fastdeploy_rl.engines.numpy.runner import random_weights
 from fastdeploy_rl.manifest import Manifest
+from fastdeploy_rl.plan.conventions import Convention
 from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
+from fastdeploy_rl.publish.weight_server import WeightServer
+from fastdeploy_rl.sources.registry import IPC_SNAPSHOT, RSYNC
 
 Flaw = Literal["", "missing tensor", "wrong shape", "corrupted byte"]
 
@@ -22,6 +29,7 @@ Flaw = Literal["", "missing tensor", "wrong shape", "corrupted byte"]
 class Start(msgspec.Struct, frozen=True):
     channel: str
     num_ranks: int
+    strategy: str
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -37,7 +45,7 @@ def main() -> None:
     start = msgspec.json.decode(sys.stdin.readline(), type=Start)
     trained = model(start.num_ranks)
     rules = as_the_engine(trained)
-    with WeightPublisher(start.channel) as publisher:
+    with Outlet(start) as outlet:
         _answer("ready")
         for line in sys.stdin:
             order = msgspec.json.decode(line, type=Order)
@@ -46,12 +54,48 @@ def main() -> None:
                 _answer(sys.getallocatedblocks())
                 continue
             weights = _flawed(random_weights(trained, order.seed), order.flaw)
-            published = publisher.publish(
-                weights, step=order.step, layout=order.layout, convention=lambda name, shape: rules[name]
-            )
+            handed_out = outlet.publish(weights, order, lambda name, shape: rules[name])
             if order.flaw == "corrupted byte":
-                _flip_byte(published.manifest, order.seed)
-            _answer(str(published.version))
+                _flip_byte(handed_out, order.seed)
+            _answer(handed_out.manifest.version)
+
+
+class HandedOut(NamedTuple):
+    """Where the bytes are that engines read: the manifest's segments are files of `directory`."""
+
+    manifest: Manifest
+    directory: Path
+
+
+class Outlet:
+    """A publisher, and what the load strategy needs beside it."""
+
+    def __init__(self, start: Start) -> None:
+        self._publisher = WeightPublisher(start.channel)
+        self._snapshots = SnapshotWriter(start.channel) if start.strategy == IPC_SNAPSHOT else None
+        self._server = WeightServer(start.channel) if start.strategy == RSYNC else None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Outlet":
+        with ExitStack() as stack:
+            for part in (self._publisher, self._snapshots, self._server):
+                if part is not None:
+                    stack.enter_context(part)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def publish(self, weights: dict[str, np.ndarray], order: Order, convention: Convention) -> HandedOut:
+        published = self._publisher.publish(weights, step=order.step, layout=order.layout, convention=convention)
+        if self._snapshots is None:
+            return HandedOut(published.manifest, Path("/dev/shm"))
+        self._snapshots.write(published)
+        snapshot = self._snapshots.wait()
+        return HandedOut(snapshot.manifest, snapshot.path)
 
 
 def _answer(value: str | int) -> None:
@@ -66,14 +110,14 @@ def _flawed(weights: dict[str, np.ndarray], flaw: Flaw) -> dict[str, np.ndarray]
     return weights
 
 
-def _flip_byte(manifest: Manifest, seed: int) -> None:
-    """One bit of a published byte, chosen by `seed`, as a broken memory would."""
-    generator = np.random.default_rng(seed)
+def _flip_byte(handed_out: HandedOut, seed: int) -> None:
+    """One bit of a byte, chosen by `seed`, as a broken memory or disk would."""
+    generator, manifest = np.random.default_rng(seed), handed_out.manifest
     full = [tensor for tensor in manifest.tensors if tensor.num_bytes]
     tensor = full[generator.integers(len(full))]
     part = tensor.parts[generator.integers(len(tensor.parts))]
     offset = part.offset + int(generator.integers(tensor.part_bytes(part)))
-    with open(f"/dev/shm/{manifest.segments[part.segment].locator}", "r+b", buffering=0) as memory:
+    with open(handed_out.directory / manifest.segments[part.segment].locator, "r+b", buffering=0) as memory:
         memory.seek(offset)
         byte = memory.read(1)
         memory.seek(offset)

@@ -20,7 +20,7 @@ from fastdeploy_rl.sources.rsync_config import (
 @pytest.mark.parametrize("text", ["", "{}", '{"transport": "tcp"}'])
 def test_nothing_said_is_tcp_to_the_server_of_this_machine(text: str) -> None:
     assert parse_rsync_config(text) == TcpConfig()
-    assert (TcpConfig().num_streams, TcpConfig().bucket_bytes, TcpConfig().address) == (2, 8 << 20, "")
+    assert (TcpConfig().num_streams, TcpConfig().bucket_bytes, TcpConfig().address) == (2, 16 << 20, "")
 
 
 def test_every_key_is_taken_as_it_was_written() -> None:

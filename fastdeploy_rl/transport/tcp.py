@@ -28,7 +28,7 @@ from fastdeploy_rl.version import WeightVersion
 
 MAX_STREAMS = 64
 MAX_BUCKET_BYTES = MAX_READ_BYTES
-DEFAULT_STREAMS = 2
+DEFAULT_STREAMS = 4
 DEFAULT_BUCKET_BYTES = 16 << 20
 _NUM_ASKS = 3
 """For an offer, where the connection is lost on the way."""

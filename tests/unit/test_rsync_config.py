@@ -20,7 +20,7 @@ from fastdeploy_rl.sources.rsync_config import (
 @pytest.mark.parametrize("text", ["", "{}", '{"transport": "tcp"}'])
 def test_nothing_said_is_tcp_to_the_server_of_this_machine(text: str) -> None:
     assert parse_rsync_config(text) == TcpConfig()
-    assert (TcpConfig().num_streams, TcpConfig().bucket_bytes, TcpConfig().address) == (2, 16 << 20, "")
+    assert (TcpConfig().num_streams, TcpConfig().bucket_bytes, TcpConfig().address) == (4, 16 << 20, "")
 
 
 def test_every_key_is_taken_as_it_was_written() -> None:
@@ -96,5 +96,5 @@ def test_every_key_is_documented_with_its_default_and_bounds() -> None:
     assert len({(option.transport, option.key) for option in listed}) == len(listed) == 6 + 8 + 2
     assert all(option.description for option in listed)
     by_key = {(option.transport, option.key): option for option in listed}
-    assert by_key["tcp", "num_streams"][2:4] == ("2", "1 .. 64")
+    assert by_key["tcp", "num_streams"][2:4] == ("4", "1 .. 64")
     assert by_key["mooncake", "protocol"][2:4] == ('"tcp"', "rdma, tcp")

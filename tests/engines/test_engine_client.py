@@ -147,6 +147,7 @@ def test_a_dead_rank_0_ends_what_it_had_begun_and_its_successor_gets_the_rest() 
             await successor.say(("2", token(4, "stop")))
             assert [item.token async for item in queued] == [token(4, "stop")]
             client.start([REQUEST])
+            client.resume(link)  # by whoever else waited for it: nobody is told twice
             assert await successor.receive() == [Start("4", REQUEST)]
         await listening
         link.close()

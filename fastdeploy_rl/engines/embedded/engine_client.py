@@ -193,6 +193,8 @@ class EngineClient:
 
     def resume(self, link: WorkerLink) -> None:
         """Another rank 0 is at the end of `link`, and hears of the requests that waited for it, in their order."""
+        if not self._refusal:
+            return  # somebody resumed it already: what waited must not be told twice
         self._link, self._refusal = link, ""
         for reader in self._readers.values():
             if reader.start is not None:

@@ -255,9 +255,9 @@ class _Engine:
         start = StartVersion()
         if takes_newest_at_start(self._config.load_strategy) and self._client is not None:
             start = await self._come_up(board.port)
+            if self._is_over.is_set():
+                return
             self._client.resume(workers.leader_link)
-        if self._is_over.is_set():
-            return
         self._announcer.ready(workers.ready, time.monotonic() - self._begun, start)
         await self._is_over.wait()
 

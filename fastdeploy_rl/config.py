@@ -28,6 +28,24 @@ ROLLBACKS = (KEEP, REFETCH, OFF)
 of their size. `refetch`: they are read from the channel again. `off`: not at all; the engine is fenced. A rebind leaves
 the old weights where they are, so that all three go back at no cost."""
 
+REBUILD = "rebuild"
+KV_POLICIES = (REBUILD, KEEP)
+"""What an update does to the KV cache. `rebuild`: all of it is dropped, and requests in flight compute theirs anew with
+the new weights. `keep`: requests in flight go on with what they have; no other request is given any of it."""
+
+ABORT, WAIT = "abort", "wait"
+IN_FLIGHT = (ABORT, WAIT, KEEP)
+"""What a pause, a sleep or an update does to requests in flight. `abort`: they end, with what they have so far. `wait`:
+they come to their end first. `keep`: they stop between two tokens, and go on afterwards."""
+
+REFUSE = "refuse"
+ON_TIMEOUT = (REFUSE, ABORT)
+"""What follows when `wait` takes too long: the command is refused and nothing changed, or the rest is aborted."""
+
+SLEEP_LEVELS = (1, 2)
+"""1: weights stay in host memory. 2: they are dropped, and come back from the channel. KV cache and graphs hold nothing
+that is worth keeping."""
+
 RESTART, STOP = "restart", "stop"
 ON_WORKER_DEATH = (RESTART, STOP)
 """What follows when a rank of a serving engine dies. `restart`: it is started again and comes back to the committed
@@ -69,6 +87,10 @@ class Deadlines:
     """An update for which nobody named a deadline."""
     clear_s: float = 30.0
     """A clear for which nobody named a deadline."""
+    pause_s: float = 30.0
+    """A pause, sleep or wake for which nobody named a deadline; with `wait`, for requests in flight to end."""
+    quiet_s: float = 2.0
+    """After the deadline of a command that let requests in flight end: until every rank has stopped between tokens."""
     recompute_s: float = 30.0
     """Reading live memory again for a receipt, for which nobody named a deadline."""
     stop_s: float = 10.0

@@ -19,6 +19,10 @@ class CommandKind(enum.IntEnum):
     RECOMPUTE = 3
     RESTORE = 4
     """The engine's own, after a rank died: every rank holds the committed version again."""
+    PAUSE = 5
+    RESUME = 6
+    SLEEP = 7
+    WAKE = 8
 
 
 class Outcome(enum.IntEnum):
@@ -37,12 +41,17 @@ class StepReport(msgspec.Struct, frozen=True):
     num_bytes: int = 0
 
 
+KV_KEPT, KV_REBUILT, KV_LOST = "kept", "rebuilt", "lost"
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """One rank's part. `stall_seconds`: from drain to the end of the commit, while no token could be made.
     `apply_mode` is the one asked for; `not_aliased` maps a parameter that was copied
     although it asks to alias to the reason. `rollback`: the one of config.ROLLBACKS in force, known before anything is
     touched; `rollback_bytes`: the engine's own memory held for it; `rollback_reason`: why another than asked for.
-    `kv` is "lost" where an undo left the KV cache empty."""
+    `kv`: "kept" or "rebuilt" where an update took the cache along, "lost" where an undo left it empty.
+    `applied`: how the weights were taken over, "alias", "arena" (a rebind to the engine's own memory) or "copy", and
+    `applied_reason` why that one. `graphs_captured`: that had to be captured anew."""
 
     rank: int
     steps: list[StepReport]
@@ -56,6 +65,9 @@ class RankReport(msgspec.Struct, frozen=True):
     rollback_reason: str = ""
     kv: str = ""
     error: str = ""
+    applied: str = ""
+    applied_reason: str = ""
+    graphs_captured: int = 0
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
@@ -113,7 +125,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     @property
     def is_kv_lost(self) -> bool:
-        return any(rank.kv for rank in self.ranks)
+        return any(rank.kv == KV_LOST for rank in self.ranks)
 
     @property
     def not_aliased(self) -> dict[str, list[str]]:
@@ -156,11 +168,17 @@ class HistoryEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+def utc_text(seconds: float) -> str:
+    """`seconds` since 1970 as ISO 8601, in UTC, to the millisecond."""
+    moment = datetime.fromtimestamp(seconds, timezone.utc)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def history_entry(report: UpdateReport, port: int, now_s: float) -> HistoryEntry:
     """What of `report` is kept; `now_s`: seconds since 1970. Bounded, whatever the report holds."""
     reasons = list(report.not_aliased.items())[:MAX_HISTORY_REASONS]
     return HistoryEntry(
-        when=datetime.fromtimestamp(now_s, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        when=utc_text(now_s),
         port=port,
         command=report.command,
         kind=report.kind,
@@ -208,7 +226,12 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """The engine as the board shows it. `reason`: why it refuses requests, empty while `is_serving`."""
+    """The engine as the board shows it. `reason`: why it refuses requests, empty while `is_serving`. `residency`: each
+    tag of lifecycle.Tag and whether its memory is "resident", "offloaded" or "dropped"; `asleep`: the tags that
+    somebody put to sleep and did not wake yet. `is_paused`: somebody paused it and did not resume it yet.
+    `live_since`: UTC, ISO 8601, when the live version was committed; `source` and `apply_mode`: the strategy (or
+    "checkpoint") and the mode that brought it; `receipt_digest`: the content digest that its receipt proves, empty
+    where there is none. `newest_version`: the newest published one that the engine knows of."""
 
     port: int
     admission: str
@@ -220,3 +243,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
     reason: str
     commands_done: int
     ranks: list[RankStatus]
+    residency: dict[str, str] = {}
+    asleep: list[str] = []
+    is_paused: bool = False
+    live_since: str = ""
+    source: str = ""
+    apply_mode: str = ""
+    receipt_digest: str = ""
+    newest_version: str = ""

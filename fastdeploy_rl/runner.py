@@ -1,7 +1,7 @@
 """What an engine must offer so that its weights can be kept live: the seam between this package and any model runner.
 
-The core knows tensors only through this Protocol. All calls come from the engine's
-own loop thread, at a decode boundary, except `parameters`, which is constant.
+The core knows tensors only through this Protocol. All calls come from the engine's own loop thread, at a decode
+boundary, except `parameters`, which is constant, and `recapture_seconds`, which may come from any thread.
 Nothing here talks to other ranks: the manager keeps the ranks in step."""
 
 from collections.abc import Mapping, Sequence
@@ -40,12 +40,18 @@ class ModelRunner(Protocol):
         ...
 
     def drain(self, deadline_ns: int) -> None:
-        """Returns when no request is inside a forward pass. Requests
-        in flight are kept, to go on after `rebuild_kv_cache`."""
+        """Returns when no request is inside a forward pass and the device is idle. Requests in flight are kept, to go
+        on afterwards."""
         ...
 
-    def abort_requests(self, reason: str) -> None:
-        """Ends every request in flight with that reason."""
+    def num_requests(self, *, begun: bool = False) -> int:
+        """Requests that have not ended; `begun`: without those that have neither tokens nor KV of their own yet. 0 on
+        ranks that keep no account of requests."""
+        ...
+
+    def abort_requests(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
+        """Ends every request in flight (`begun`: as in `num_requests`) with that reason: as a fault of the engine's, or
+        in order, so that what a request has so far is its answer."""
         ...
 
     def drop_kv_cache(self) -> None:
@@ -53,11 +59,28 @@ class ModelRunner(Protocol):
         ...
 
     def rebuild_kv_cache(self, content_digest: str) -> None:
-        """An empty KV cache for weights with that digest: allocated if it was dropped, else every page invalidated."""
+        """An empty KV cache for weights with that digest: allocated if it was dropped, else every page invalidated and
+        scales reset. Kept requests recompute theirs."""
         ...
 
-    def recapture_graphs(self) -> None:
-        """Makes captured graphs valid for the addresses bound now; nothing to do where there are none."""
+    def keep_kv_cache(self, content_digest: str) -> None:
+        """The weights have that digest from now on. Requests in flight go on with the KV that they have; no other
+        request is ever given KV that these or other weights than the present ones filled. Where the cache is dropped
+        it is allocated, empty."""
+        ...
+
+    def recapture_graphs(self) -> int:
+        """Makes graphs valid for the addresses bound now; returns how many had to be captured anew: none where these
+        addresses were bound before and their graphs are still there, or where there are no graphs."""
+        ...
+
+    def drop_graphs(self) -> None:
+        """Frees every captured graph and what belongs to it."""
+        ...
+
+    def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
+        """How long `recapture_graphs` would take if these were bound, as measured before; 0 where nothing would have to
+        be captured."""
         ...
 
     def set_version(self, version: str) -> None:

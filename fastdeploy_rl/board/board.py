@@ -18,11 +18,11 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.legacy import create_words, unlink_words
 from fastdeploy_rl.config import Deadlines, runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
-from fastdeploy_rl.lifecycle import Admission, LegacyStatus
+from fastdeploy_rl.lifecycle import Admission, LegacyStatus, Residency, Tag
 from fastdeploy_rl.memory.owner_lock import Owner, OwnerLock, is_alive, owner_of
 from fastdeploy_rl.memory.private_directory import open_private_directory
 from fastdeploy_rl.memory.shared_segment import SharedSegment, unlink_segment
-from fastdeploy_rl.report import LOST_PHASE, EngineStatus, RankStatus
+from fastdeploy_rl.report import LOST_PHASE, EngineStatus, RankStatus, utc_text
 
 _log = logging.getLogger(__name__)
 
@@ -313,6 +313,14 @@ class Board:
             ranks=[
                 _rank_status(rank, self.read_rank(rank), now, is_lost=rank in lost) for rank in range(self.num_ranks)
             ],
+            residency={tag.value: getattr(record, tag.value) or Residency.DROPPED.value for tag in Tag},
+            asleep=[tag.value for index, tag in enumerate(Tag) if record.asleep >> index & 1],
+            is_paused=bool(record.is_held),
+            live_since=utc_text(record.live_since_ns / 1e9) if record.version and record.live_since_ns else "",
+            source=record.source,
+            apply_mode=record.apply_mode if record.version else "",
+            receipt_digest=record.content_digest if record.version and record.has_receipt else "",
+            newest_version=record.newest_version,
         )
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 from fastdeploy_rl.errors import SegmentError
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
-ABI = 4
+ABI = 5
 MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
@@ -150,7 +150,11 @@ class StatusRecord(NamedTuple):
     `content_digest` and `source` (where its bytes came from) do so while ranks hold it, and are empty where none is
     whole. `command`: the number of the last command whose outcome is told here; `pending`: the legacy command that is
     being carried out, 0 for none. The word is to read `legacy_status`; `shown`: what rank 0 left in it last (where the
-    two differ it was about to put the one in the other's place), or FOREIGN where another process has stored since."""
+    two differ it was about to put the one in the other's place), or FOREIGN where another process has stored since.
+    `weight`, `kv_cache`, `graph`: lifecycle.Residency of each tag; `asleep`: a bit for each tag, in the order of
+    lifecycle.Tag, that is asleep until somebody wakes it; `is_held`: paused until somebody resumes it. `live_since_ns`:
+    since 1970, when the live version was committed, brought by `apply_mode`; `newest_version`: published, as far as the
+    engine knows."""
 
     admission: str
     update: str
@@ -165,11 +169,20 @@ class StatusRecord(NamedTuple):
     commands_done: int
     command: int
     reason: str
+    weight: str = ""
+    kv_cache: str = ""
+    graph: str = ""
+    asleep: int = 0
+    is_held: int = 0
+    live_since_ns: int = 0
+    apply_mode: str = ""
+    has_receipt: int = 0
+    newest_version: str = ""
 
 
 class CommandRecord(NamedTuple):
-    """`number` grows by one; epoch, step and digest are zero for commands
-    that concern no version; `deadline_ns` is CLOCK_MONOTONIC."""
+    """`number` grows by one; epoch, step and digest are zero for commands that concern no version; `deadline_ns` is
+    CLOCK_MONOTONIC; `options`: CommandOptions, encoded."""
 
     number: int
     kind: int
@@ -177,16 +190,19 @@ class CommandRecord(NamedTuple):
     step: int
     deadline_ns: int
     content_digest: str
+    options: int = 0
 
 
 class RequestRecord(NamedTuple):
-    """`version` is empty for "the newest"; `is_forced` allows a version that goes back."""
+    """`version` is empty for "the newest"; `is_forced` allows a version that goes back; `options`: CommandOptions,
+    encoded."""
 
     ticket: int
     kind: int
     is_forced: int
     deadline_ns: int
     version: str
+    options: int = 0
 
 
 class OutcomeRecord(NamedTuple):
@@ -211,9 +227,9 @@ class RankRecord(NamedTuple):
 
 
 _FORMATS: dict[type, str] = {
-    StatusRecord: "16s16s64s64s64s32sqqqqQQ1024s",
-    CommandRecord: "QQQQq64s",
-    RequestRecord: "QQQq64s",
+    StatusRecord: "16s16s64s64s64s32sqqqqQQ1024s16s16s16sQQq16sQ64s",
+    CommandRecord: "QQQQq64sQ",
+    RequestRecord: "QQQq64sQ",
     OutcomeRecord: "QQ64s2048s",
     RankRecord: "QQQQq16s64s64s2048s",
 }

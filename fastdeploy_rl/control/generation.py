@@ -46,13 +46,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """One prompt as token ids. Ends after `max_tokens`, or at an end token of the model unless `ignore_eos`.
 
     `num_logprobs` None: no log-probabilities, which saves the work; n: that of each chosen token and of the n most
-    likely ones."""
+    likely ones. It begins on no version below `min_version` (text; empty: any), and on none more than `max_staleness`
+    steps behind the newest published one (None: however far); where the live one is, it waits `version_wait_s` for
+    another, and is refused then."""
 
     token_ids: list[int]
     max_tokens: int
     sampling: SamplingOptions
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    min_version: str = ""
+    max_staleness: int | None = None
+    version_wait_s: float = 0.0
 
 
 class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,7 +65,9 @@ class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     and (token id, logarithm) of the most likely ones, falling.
 
     `finish_reason` is "" until the last: "stop", "length" or "abort"; an aborted request ends in a record with
-    `token_id` -1 and the cause in `error`. An end token is reported like any other."""
+    `token_id` -1. Its cause is in `error` where the engine failed it, which is then all that its client gets; in
+    `abort_reason` where somebody ended it in order, and what it has so far is its answer. An end token is reported like
+    any other. `num_cached`: with the first token, how many of the prompt's were taken from the prefix cache."""
 
     token_id: int
     version: str
@@ -68,15 +75,24 @@ class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     finish_reason: str = ""
     error: str = ""
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    abort_reason: str = ""
+    num_cached: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How busy an engine is: requests that run and that wait, pages of the KV cache that are free, of how many."""
+    """How busy an engine is: requests that run and that wait, pages of the KV cache that are free (those that only the
+    prefix cache holds are), of how many. Then counts since the engine's start: pages that the prefix cache had, had
+    not, and had only under other weights, when requests began; graphs that were captured, and replays of them."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_pages: int = 0
     num_pages: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_misses: int = 0
+    num_prefix_refusals: int = 0
+    num_graphs_captured: int = 0
+    num_graph_replays: int = 0
 
 
 class VersionSpan(NamedTuple):

@@ -18,7 +18,7 @@ PACKAGE = "fastdeploy_rl"
 ROOT = Path(fastdeploy_rl.__file__).parent
 LAW = [
     *("version", "lifecycle", "manifest", "coverage", "checksum", "dtypes", "errors", "plan", "config"),
-    *("receipt", "report", "runner", "board.layout"),
+    *("receipt", "report", "runner", "command_options", "board.layout"),
 ]
 TIERS = [
     LAW,

@@ -102,9 +102,12 @@ class EmbeddedRunner:
     def drain(self, deadline_ns: int) -> None:
         """Nothing to wait for: calls come between two steps."""
 
-    def abort_requests(self, reason: str) -> None:
+    def num_requests(self, *, begun: bool = False) -> int:
+        return 0 if self._scheduler is None else self._scheduler.num_requests(begun=begun)
+
+    def abort_requests(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
         if self._scheduler is not None:
-            self._scheduler.abort_all(reason)
+            self._scheduler.abort_all(reason, is_fault=is_fault, begun=begun)
 
     def drop_kv_cache(self) -> None:
         self._preempt_all()
@@ -114,8 +117,18 @@ class EmbeddedRunner:
         self._preempt_all()
         self._cache.rebuild(content_digest)
 
-    def recapture_graphs(self) -> None:
+    def keep_kv_cache(self, content_digest: str) -> None:
+        self._cache.rebuild(content_digest)
+
+    def recapture_graphs(self) -> int:
         """Nothing is captured on a CPU."""
+        return 0
+
+    def drop_graphs(self) -> None:
+        """There are none."""
+
+    def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
+        return 0.0
 
     def set_version(self, version: str) -> None:
         self._version = version

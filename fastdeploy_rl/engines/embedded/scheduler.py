@@ -53,9 +53,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     new_pages: list[int]
 
 
-def aborted(reason: str) -> GeneratedToken:
-    """The last record of a request that ends without a last token."""
-    return GeneratedToken(-1, "", None, FinishReason.ABORT.value, reason)
+def aborted(reason: str, *, is_fault: bool = True) -> GeneratedToken:
+    """The last record of a request that ends without a last token: failed, or ended in order."""
+    end = GeneratedToken(-1, "", None, FinishReason.ABORT.value)
+    changed = {"error": reason} if is_fault else {"abort_reason": reason}
+    return msgspec.structs.replace(end, **changed)
 
 
 class TokenOutput(NamedTuple):
@@ -97,6 +99,10 @@ class RunningRequest:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.pages or self.num_generated)
 
     @property
     def generated(self) -> list[int]:
@@ -189,9 +195,15 @@ class Scheduler:
         if item is not None:
             self._finish(item, aborted(reason))
 
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
+        """`begun`: those alone that `num_requests(begun=True)` counts."""
         for item in (*self._running, *self._waiting):
-            self.abort(item.request_id, reason)
+            if item.has_begun or not begun:
+                self._finish(item, aborted(reason, is_fault=is_fault))
+
+    def num_requests(self, *, begun: bool = False) -> int:
+        """Requests that have not ended; `begun`: that run, or have tokens of their own."""
+        return sum(item.has_begun or not begun for item in (*self._running, *self._waiting))
 
     def _check(self, request_id: str, request: GenerationRequest) -> None:
         limits = self._limits

@@ -94,7 +94,10 @@ class NumpyRunner:
     def drain(self, deadline_ns: int) -> None:
         self._note("drain")
 
-    def abort_requests(self, reason: str) -> None:
+    def num_requests(self, *, begun: bool = False) -> int:
+        return 0
+
+    def abort_requests(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
         self._note(f"abort {reason}")
 
     def drop_kv_cache(self) -> None:
@@ -105,8 +108,19 @@ class NumpyRunner:
         self._note("rebuild_kv_cache")
         self._kv_digest = content_digest
 
-    def recapture_graphs(self) -> None:
+    def keep_kv_cache(self, content_digest: str) -> None:
+        self._note("keep_kv_cache")
+        self._kv_digest = content_digest
+
+    def recapture_graphs(self) -> int:
         self._note("recapture_graphs")
+        return 0
+
+    def drop_graphs(self) -> None:
+        self._note("drop_graphs")
+
+    def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
+        return 0.0
 
     def set_version(self, version: str) -> None:
         self._note(f"version {version}")

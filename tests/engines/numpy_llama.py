@@ -12,24 +12,34 @@ def logits(config: Mapping[str, object], weights: Mapping[str, Floats], token_id
     heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     eps = float(config["rms_norm_eps"])
     hidden = weights["model.embed_tokens.weight"][list(token_ids)].astype(np.float64)
-    cosines, sines = _rotary(len(token_ids), int(config["hidden_size"]) // heads, float(config["rope_theta"]))
+    cosines, sines = rotary(len(token_ids), int(config["hidden_size"]) // heads, float(config["rope_theta"]))
     for index in range(int(config["num_hidden_layers"])):
-        layer = {
-            name.split(f"layers.{index}.")[1].removesuffix(".weight"): value
-            for name, value in weights.items()
-            if f"layers.{index}." in name
-        }
-        normed = _normalize(hidden, layer["input_layernorm"], eps)
-        query = _rotate(_split(normed @ layer["self_attn.q_proj"], heads), cosines, sines)
-        key = _rotate(_split(normed @ layer["self_attn.k_proj"], kv_heads), cosines, sines)
-        value = _split(normed @ layer["self_attn.v_proj"], kv_heads)
+        layer = layer_weights(weights, index)
+        normed = normalize(hidden, layer["input_layernorm"], eps)
+        query = rotate(split(normed @ layer["self_attn.q_proj"], heads), cosines, sines)
+        key = rotate(split(normed @ layer["self_attn.k_proj"], kv_heads), cosines, sines)
+        value = split(normed @ layer["self_attn.v_proj"], kv_heads)
         mixed = _attend(query, key.repeat(heads // kv_heads, 0), value.repeat(heads // kv_heads, 0))
         hidden = hidden + mixed @ layer["self_attn.o_proj"]
-        normed = _normalize(hidden, layer["post_attention_layernorm"], eps)
+        normed = normalize(hidden, layer["post_attention_layernorm"], eps)
         gate = normed @ layer["mlp.gate_proj"]
         hidden = hidden + (gate / (1 + np.exp(-gate)) * (normed @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return _normalize(hidden, weights["model.norm.weight"], eps) @ head.T
+    return normalize(hidden, weights["model.norm.weight"], eps) @ head(weights).T
+
+
+def head(weights: Mapping[str, Floats]) -> Floats:
+    """[vocab, hidden]; a tied one is the embedding."""
+    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+
+
+def layer_weights(weights: Mapping[str, Floats], index: int) -> dict[str, Floats]:
+    """By their names without layer and `.weight`."""
+    prefix = f"model.layers.{index}."
+    return {
+        name.removeprefix(prefix).removesuffix(".weight"): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def log_softmax(values: Floats) -> Floats:
@@ -37,7 +47,7 @@ def log_softmax(values: Floats) -> Floats:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _split(values: Floats, heads: int) -> Floats:
+def split(values: Floats, heads: int) -> Floats:
     """-> [heads, tokens, head_dim]"""
     return values.reshape(len(values), heads, -1).transpose(1, 0, 2)
 
@@ -50,16 +60,16 @@ def _attend(query: Floats, key: Floats, value: Floats) -> Floats:
     return mixed.transpose(1, 0, 2).reshape(query.shape[1], -1)
 
 
-def _normalize(hidden: Floats, weight: Floats, eps: float) -> Floats:
+def normalize(hidden: Floats, weight: Floats, eps: float) -> Floats:
     return hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def _rotary(count: int, head_dim: int, theta: float) -> tuple[Floats, Floats]:
+def rotary(count: int, head_dim: int, theta: float) -> tuple[Floats, Floats]:
     angles = np.outer(np.arange(count), theta ** -(np.arange(0, head_dim, 2) / head_dim))
     both = np.concatenate([angles, angles], -1)
     return np.cos(both), np.sin(both)
 
 
-def _rotate(values: Floats, cosines: Floats, sines: Floats) -> Floats:
+def rotate(values: Floats, cosines: Floats, sines: Floats) -> Floats:
     first, second = np.split(values, 2, -1)
     return values * cosines + np.concatenate([-second, first], -1) * sines

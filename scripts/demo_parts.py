@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,15 @@ class Engine:
     """`fastdeploy-rl serve` as a process, asked over HTTP."""
 
     def __init__(
-        self, model_dir: Path, num_ranks: int, channel: Path, log_dir: Path, load_strategy: str = "ipc"
+        self,
+        model_dir: Path,
+        num_ranks: int,
+        channel: Path,
+        log_dir: Path,
+        load_strategy: str = "ipc",
+        options: Sequence[str] = (),
     ) -> None:
+        """`options`: further ones of `serve`."""
         self.port, self.board_port = free_port(), free_port()
         self.weight_bytes: list[int] = []
         self._process = JsonProcess(
@@ -126,6 +133,7 @@ class Engine:
                 *("--engine-worker-queue-port", str(self.board_port)),
                 *("--max-model-len", "1024"),
                 *("--log-dir", str(log_dir)),
+                *options,
             ],
             log_dir / "serve",
         )

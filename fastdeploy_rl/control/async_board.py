@@ -14,8 +14,8 @@ from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.client_commands import AwaitedCommands, ClientCommand
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
-from fastdeploy_rl.version import WeightVersion
 
 MAX_CALLS = 64
 """More at once wait for a thread; the board has slots for 16 anyway."""
@@ -23,7 +23,7 @@ MAX_CALLS = 64
 _ResultT = TypeVar("_ResultT")
 
 
-class AsyncBoardEngine:
+class AsyncBoardEngine(AwaitedCommands):
     """EngineController's methods as coroutines of one event loop; several calls may run at once."""
 
     def __init__(self, port: int) -> None:
@@ -31,13 +31,8 @@ class AsyncBoardEngine:
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="fastdeploy_rl-client")
         self._asking: dict[BoardClient, asyncio.Future[Any]] = {}
 
-    async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        return await self._call(lambda client: client.update(version, deadline_s=deadline_s, force=force))
-
-    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        return await self._call(lambda client: client.clear(deadline_s=deadline_s))
+    async def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return await self._call(lambda client: client.carry_out(command))
 
     async def status(self) -> EngineStatus:
         return await self._call(BoardClient.status)

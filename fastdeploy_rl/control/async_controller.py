@@ -14,8 +14,8 @@ from fastdeploy_rl.control.controller import http_clients
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.update.client_commands import AwaitedCommands, ClientCommand
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
-from fastdeploy_rl.version import WeightVersion
 
 
 class AsyncEngineWay(Protocol):
@@ -27,11 +27,7 @@ class AsyncEngineWay(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport: ...
-
-    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport: ...
+    async def carry_out(self, command: ClientCommand) -> UpdateReport: ...
 
     async def status(self) -> EngineStatus: ...
 
@@ -40,7 +36,7 @@ class AsyncEngineWay(Protocol):
     async def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]: ...
 
 
-class AsyncEngineController:
+class AsyncEngineController(AwaitedCommands):
     """Steers the engine at `address`: its engine worker queue port, or the URL of its HTTP server. Use it in an
     `async with`; the methods are EngineController's, several may run at once, and all raise the same errors.
 
@@ -64,13 +60,8 @@ class AsyncEngineController:
         self._open_way = None
         await self._stack.aclose()
 
-    async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        return await self._way.update(version, deadline_s=deadline_s, force=force)
-
-    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        return await self._way.clear(deadline_s=deadline_s)
+    async def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return await self._way.carry_out(command)
 
     async def status(self) -> EngineStatus:
         return await self._way.status()

@@ -28,10 +28,11 @@ from fastdeploy_rl.errors import (
     EngineNotFoundError,
     from_wire,
 )
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.update.client_commands import AwaitedCommands, BlockingCommands, ClientCommand
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
-from fastdeploy_rl.version import WeightVersion
 
 MAX_ANSWER_BYTES = 256 << 20
 """The receipt of a very large model fits."""
@@ -42,18 +43,19 @@ _ResultT = TypeVar("_ResultT")
 
 @dataclass(frozen=True)
 class HttpCall(Generic[_ResultT]):
-    """One route with its arguments, and the type of its answer."""
+    """One route with its arguments, and the type of its answer. `quiet_s`: after the deadline, for ranks to stop."""
 
     method: str
     path: str
     kind: type[_ResultT]
     deadline_s: float = Deadlines.status_s
     content: dict[str, Any] = field(default_factory=dict)
+    quiet_s: float = 0.0
 
     @property
     def limit_s(self) -> float:
         """From the question to the end of the answer. ConfigurationError for a deadline that cannot be."""
-        return checked_deadline(self.deadline_s) + Deadlines.http_s
+        return checked_deadline(self.deadline_s) + self.quiet_s + Deadlines.http_s
 
     @property
     def timeout(self) -> httpx.Timeout:
@@ -61,13 +63,34 @@ class HttpCall(Generic[_ResultT]):
         return httpx.Timeout(self.limit_s, connect=Deadlines.connect_s)
 
 
-def update_call(version: WeightVersion | str | None, deadline_s: float, force: bool) -> HttpCall[UpdateReport]:
-    body = {"deadline_s": deadline_s, "force": force} | ({} if version is None else {"version": str(version)})
-    return HttpCall("POST", "/v1/weights/update", UpdateReport, deadline_s, {"json": body})
+_FIELDS = {
+    CommandKind.UPDATE: ("version", "force", "kv", "in_flight"),
+    CommandKind.CLEAR: (),
+    CommandKind.PAUSE: ("mode", "on_timeout"),
+    CommandKind.RESUME: (),
+    CommandKind.SLEEP: ("tags", "level", "mode", "on_timeout"),
+    CommandKind.WAKE: ("tags", "kv"),
+}
+"""What the body of each command's route may hold, besides its deadline, where it is not what the engine
+does anyway; the route is named after the kind."""
 
 
-def clear_call(deadline_s: float) -> HttpCall[UpdateReport]:
-    return HttpCall("POST", "/v1/weights/clear", UpdateReport, deadline_s, {"json": {"deadline_s": deadline_s}})
+def command_call(command: ClientCommand) -> HttpCall[UpdateReport]:
+    options = command.options
+    said: dict[str, Any] = {
+        "version": command.version,
+        "force": command.is_forced,
+        "kv": options.kv,
+        "in_flight": "" if options.in_flight == config.KEEP else options.in_flight,
+        "mode": options.in_flight,
+        "on_timeout": options.on_timeout,
+        "tags": [tag.value for tag in Tag if tag in options.tags],
+        "level": options.level,
+    }
+    body = {name: said[name] for name in _FIELDS[command.kind] if said[name] != ""}
+    path = f"/v1/weights/{command.kind.name.lower()}"
+    content = {"json": {"deadline_s": command.deadline_s} | body}
+    return HttpCall("POST", path, UpdateReport, command.deadline_s, content, command.quiet_s)
 
 
 def status_call() -> HttpCall[EngineStatus]:
@@ -177,7 +200,7 @@ def take_piece(piece: bytes, content: bytearray, call: HttpCall[Any]) -> None:
         raise EngineError(f"the answer to {call.path} is larger than {MAX_ANSWER_BYTES} bytes: is it an engine's?")
 
 
-class HttpEngine:
+class HttpEngine(BlockingCommands):
     """Same methods as the board's client; blocks. A context manager; `close` gives the connection back."""
 
     def __init__(self, url: str, *, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
@@ -186,15 +209,8 @@ class HttpEngine:
         self._engine = EngineUrl.parse(url)
         self._http = httpx.Client(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
-    def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        """Takes the version (the newest for None) over, on all ranks or none; raises what the engine raised."""
-        return self._call(update_call(version, deadline_s, force))
-
-    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        """Frees weights and KV cache on all ranks."""
-        return self._call(clear_call(deadline_s))
+    def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return self._call(command_call(command))
 
     def status(self) -> EngineStatus:
         return self._call(status_call())
@@ -223,7 +239,7 @@ class HttpEngine:
         return ask(self._http, self._engine, call)
 
 
-class AsyncHttpEngine:
+class AsyncHttpEngine(AwaitedCommands):
     """HttpEngine as coroutines. A call that is cancelled hangs up; a command that the engine began goes on there."""
 
     def __init__(
@@ -233,13 +249,8 @@ class AsyncHttpEngine:
         self._engine = EngineUrl.parse(url)
         self._http = httpx.AsyncClient(base_url=self._engine.url, headers=key_headers(api_key), transport=transport)
 
-    async def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        return await self._call(update_call(version, deadline_s, force))
-
-    async def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        return await self._call(clear_call(deadline_s))
+    async def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return await self._call(command_call(command))
 
     async def status(self) -> EngineStatus:
         return await self._call(status_call())

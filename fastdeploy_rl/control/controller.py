@@ -12,8 +12,8 @@ from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import EngineStatus, HistoryEntry, UpdateReport
 from fastdeploy_rl.update.client import BoardClient
+from fastdeploy_rl.update.client_commands import BlockingCommands, ClientCommand
 from fastdeploy_rl.update.history import DEFAULT_LIMIT
-from fastdeploy_rl.version import WeightVersion
 
 
 class EngineWay(Protocol):
@@ -26,11 +26,7 @@ class EngineWay(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport: ...
-
-    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport: ...
+    def carry_out(self, command: ClientCommand) -> UpdateReport: ...
 
     def status(self) -> EngineStatus: ...
 
@@ -39,7 +35,7 @@ class EngineWay(Protocol):
     def history(self, limit: int = DEFAULT_LIMIT) -> list[HistoryEntry]: ...
 
 
-class EngineController:
+class EngineController(BlockingCommands):
     """Steers the engine at `address`: its engine worker queue port, or the URL of its HTTP server. Use it in a `with`.
 
     Not for several threads at once: make one each. EngineNotFoundError where no engine is alive at the address.
@@ -62,19 +58,8 @@ class EngineController:
         self._open_way = None
         self._stack.close()
 
-    def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        """All ranks take `version` (the newest published one when None) over; returns the report with its receipt.
-
-        Otherwise it raises why not, and every rank is bitwise where it was: CoverageError, ChecksumMismatchError,
-        VersionRegressError, NoPublicationError for the trainer to mend, DeadlineExceededError, EngineError. `force`
-        allows a version that goes back, and takes over again one that is live already."""
-        return self._way.update(version, deadline_s=deadline_s, force=force)
-
-    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        """Ends the requests in flight and frees weights and KV cache on every rank; returns when they are freed."""
-        return self._way.clear(deadline_s=deadline_s)
+    def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return self._way.carry_out(command)
 
     def status(self) -> EngineStatus:
         return self._way.status()

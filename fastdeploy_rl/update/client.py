@@ -16,7 +16,7 @@ from types import TracebackType
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import HISTORY, Board
 from fastdeploy_rl.board.layout import OutcomeRecord, RequestRecord, SlotState
-from fastdeploy_rl.config import Deadlines, checked_deadline
+from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
     DeadlineExceededError,
@@ -30,16 +30,16 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.memory.owner_lock import OwnerLock, owner_of
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, Outcome, RankStatus, UpdateReport
+from fastdeploy_rl.update.client_commands import BlockingCommands, ClientCommand
 from fastdeploy_rl.update.history import DEFAULT_LIMIT, read_history
 from fastdeploy_rl.update.rank_files import RankFiles
 from fastdeploy_rl.update.requests import client_lock_path
-from fastdeploy_rl.version import WeightVersion
 
 _LOOK_AGAIN_NS = 1_000_000_000
 """While it waits, a client looks this often whether the engine is still alive."""
 
 
-class BoardClient:
+class BoardClient(BlockingCommands):
     """Use in a with statement. Not for several threads at once (but for `abandon`): make one each."""
 
     def __init__(self, port: int) -> None:
@@ -85,18 +85,6 @@ class BoardClient:
             raise EngineNotFoundError(f"port {self._port}: the client is not open; use it in a with statement")
         return self._open_board
 
-    def update(
-        self, version: WeightVersion | str | None = None, *, deadline_s: float = Deadlines.update_s, force: bool = False
-    ) -> UpdateReport:
-        """Takes the version over (the newest when None) on all ranks, or raises why not; then nothing changed.
-
-        `force` allows a version that goes back, and takes a version over again that is live already."""
-        return self._ask(CommandKind.UPDATE, str(version or ""), deadline_s, force)
-
-    def clear(self, *, deadline_s: float = Deadlines.clear_s) -> UpdateReport:
-        """Ends requests in flight, frees weights and KV cache on all ranks."""
-        return self._ask(CommandKind.CLEAR, "", deadline_s, False)
-
     def status(self) -> EngineStatus:
         self._check_alive()
         return self._board.status()
@@ -116,7 +104,7 @@ class BoardClient:
                 )
                 raise NotServingError(f"port {self._port}: there is no receipt: {why}")
             return receipt
-        report = self._ask(CommandKind.RECOMPUTE, "", deadline_s, False)
+        report = self.carry_out(ClientCommand(CommandKind.RECOMPUTE, deadline_s))
         if report.differing:
             places = ", ".join(f"{name} on rank {rank}" for name, rank in report.differing[:10])
             raise ChecksumMismatchError(
@@ -145,15 +133,15 @@ class BoardClient:
 
     # --- one request -------------------------------------------------------------------------------
 
-    def _ask(self, kind: CommandKind, version: str, deadline_s: float, force: bool) -> UpdateReport:
-        deadline_ns = time.monotonic_ns() + int(checked_deadline(deadline_s) * 1e9)
+    def carry_out(self, command: ClientCommand) -> UpdateReport:
+        deadline_ns = time.monotonic_ns() + int(command.deadline_s * 1e9)
         offset = layout.request_offset(self._claim(deadline_ns))
         try:
-            record = RequestRecord(self._board.take_ticket(), kind, int(force), deadline_ns, version)
+            record = self._record(command, deadline_ns)
             self._board.write_plain(record, offset + layout.REQUEST_IN_SLOT)
             self._board.store(offset, self._word(SlotState.SUBMITTED))
             self._board.ring_doorbell()
-            self._await_outcome(offset, kind, deadline_ns)
+            self._await_outcome(offset, command.kind, deadline_ns + int(command.quiet_s * 1e9))
             outcome = self._board.read_plain(OutcomeRecord, offset + layout.OUTCOME_IN_SLOT)
             if outcome.outcome != Outcome.DONE:
                 raise from_wire(outcome.error, outcome.reason)
@@ -161,6 +149,11 @@ class BoardClient:
             return self._read_report(record, outcome.command)
         finally:
             self._let_go(offset)
+
+    def _record(self, command: ClientCommand, deadline_ns: int) -> RequestRecord:
+        options = command.options.encode()
+        ticket = self._board.take_ticket()
+        return RequestRecord(ticket, command.kind, int(command.is_forced), deadline_ns, command.version, options)
 
     def _read_report(self, asked: RequestRecord, command: int) -> UpdateReport:
         """Of what was done as `asked`. A report that the engine had no room to store makes that no failure: then this
@@ -204,11 +197,11 @@ class BoardClient:
         pids = Counter(owner.pid if (owner := owner_of(lock)) else "unknown" for lock in locks)
         return ", ".join(f"pid {pid}" + (f" x {count}" if count > 1 else "") for pid, count in pids.items())
 
-    def _await_outcome(self, offset: int, kind: CommandKind, deadline_ns: int) -> None:
+    def _await_outcome(self, offset: int, kind: CommandKind, decided_ns: int) -> None:
         begun = time.monotonic()
         finished = self._word(SlotState.FINISHED)
         what = f"the outcome of {kind.name.lower()}"
-        last_ns = deadline_ns + int(Deadlines.outcome_s * 1e9)
+        last_ns = decided_ns + int(Deadlines.outcome_s * 1e9)
         is_told = self._wait(lambda: self._board.load(offset) == finished, last_ns, what)
         if not is_told and self._board.lost_ranks():
             # The outcome is decided; a rank that is just started again will tell it.

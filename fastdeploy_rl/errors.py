@@ -21,6 +21,7 @@
      |   |- NotServingError         paused, cleared or fenced: come back later
      |   |- OverloadedError         as many requests as the engine takes are there already: come back later
      |   |- FencedError             a command ended where no complete version is known to be live; update again
+     |   |- StaleGraphError         a captured graph for addresses other than those that are bound
      |   `- StepFailedError         a step of an update failed for a reason of its own
      `- WorldError                  the machine and the peers
          |- DeadlineExceededError   a wait ran out of time; names what and whom it waited for
@@ -135,6 +136,10 @@ class OverloadedError(EngineError):
 
 class FencedError(EngineError):
     http_status = 503
+
+
+class StaleGraphError(EngineError):
+    pass
 
 
 class StepFailedError(EngineError):

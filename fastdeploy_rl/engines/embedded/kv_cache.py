@@ -1,7 +1,8 @@
 """The memory behind the pages of the KV cache: one private arena for all layers of this rank.
 
-Knows nothing of requests or of who holds which page. Invariant: what it holds was computed with the weights whose
-content digest it carries, and once dropped it holds no memory at all.
+Knows nothing of requests or of who holds which page. Invariant: nothing that a page held before is read by whoever gets
+it next: a step names the pages that are new to their requests, and they are zeroed before it stores anything (`clear`);
+the others hold what their requests, or requests with the same beginning, stored. Once dropped it holds no memory.
 """
 
 from collections.abc import Sequence
@@ -51,6 +52,12 @@ class KVCache:
         self._layers: tuple[LayerCache, ...] = ()
         self._by_page: Floats | None = None
         self.content_digest = ""
+        """Of the weights that fill pages now."""
+
+    @property
+    def address(self) -> int:
+        """Where the arena begins: what a captured graph was made for. 0 while dropped."""
+        return self._arena.address if self._arena is not None else 0
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +72,8 @@ class KVCache:
         return self._layers
 
     def rebuild(self, content_digest: str) -> None:
-        """A cache for weights of that digest. Pages are cleared when they are handed out (`clear`), not here: the
-        engine stands still."""
+        """A cache for weights of that digest; allocated, and zero, where it was dropped. Otherwise its bytes stay, for
+        the pages that go on; all others are cleared when they are handed out, not here: the engine stands still."""
         if self._arena is None:
             self._allocate()
         self.content_digest = content_digest

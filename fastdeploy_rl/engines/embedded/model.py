@@ -1,14 +1,15 @@
 """A Llama, Qwen2 or Qwen3 decoder in plain Paddle operators, one tensor-parallel shard of it.
 
 Owns the forward pass and the parameters as a flat table of plain tensors over memory of somebody else's. Knows nothing
-of requests or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing but
-`_parameters` refers to them.
+of requests or of how weights arrive. Invariant: parameters are only ever replaced, never written, and nothing refers to
+them but `_parameters` and whoever took `buffers`.
 
 Operators are called through `paddle._C_ops`, the functions behind the public ones: decoding one token takes over a
 thousand of them, and their argument checks in Python cost as much as the small ones themselves.
 """
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,8 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
 Tensor: TypeAlias = paddle.Tensor
+Place: TypeAlias = tuple[int, tuple[int, ...]]
+"""Address and shape."""
 ops: Any = paddle._C_ops
 
 
@@ -61,6 +64,13 @@ class Parameters(NamedTuple):
     layers: tuple[LayerParameters, ...]
     final_norm: Tensor
     head: Tensor
+
+
+class StepBuffers(NamedTuple):
+    """Everything that a step reads or writes and that outlives it."""
+
+    parameters: Parameters
+    layers: tuple[LayerCache, ...]
 
 
 class AttentionGroup(NamedTuple):
@@ -103,6 +113,7 @@ class DecoderModel:
         self._num_kv_heads = config.num_key_value_heads // num_ranks
         self._first_token = rank * (config.padded_vocab_size(num_ranks) // num_ranks)
         self._parameters: Parameters | None = None
+        self._tensors: weakref.WeakValueDictionary[Place, Tensor] = weakref.WeakValueDictionary()
         self._cosines, self._sines = _rotary_tables(config, num_positions)
         self._swap_halves = _swap_halves_matrix(config.head_dim)
 
@@ -110,7 +121,7 @@ class DecoderModel:
         """Replaces every parameter; a head without a view of its
         own is the embedding. Nothing is bound when it fails."""
         self.unbind()
-        tensors = _tensors({HEAD: views[EMBEDDING], **views})
+        tensors = self._tensors_of({HEAD: views[EMBEDDING], **views})
         self._parameters = Parameters(
             embedding=views[EMBEDDING].numpy(),
             layers=tuple(
@@ -124,19 +135,34 @@ class DecoderModel:
     def unbind(self) -> None:
         self._parameters = None
 
-    def forward(self, step: Step, cache: KVCache) -> Floats:
-        """Logits of the slices that want them, in order: [slices, vocab] float32, the same on every rank."""
+    def buffers(self, cache: KVCache) -> StepBuffers:
+        """What is bound now. LifecycleError where weights or cache are not there."""
         if self._parameters is None:
             raise LifecycleError("no weights are bound")
-        cache.clear(step.new_pages)
-        inputs = self._inputs(step)
-        hidden = self._embed(inputs.token_ids, self._parameters.embedding)
-        for layer, layer_cache in zip(self._parameters.layers, cache.layers, strict=True):
+        return StepBuffers(self._parameters, cache.layers)
+
+    def forward(self, inputs: StepInputs, buffers: StepBuffers) -> Floats:
+        """Logits of the slices that want them, in order: [slices, vocab] float32, the same on every rank. The pages
+        that are new to their requests have been cleared."""
+        hidden = self._embed(inputs.token_ids, buffers.parameters.embedding)
+        for layer, layer_cache in zip(buffers.parameters.layers, buffers.layers, strict=True):
             hidden = self._attend(hidden, layer, layer_cache, inputs)
             hidden = self._feed_forward(hidden, layer)
         if not inputs.logit_rows:
             return np.empty((0, self._config.vocab_size), np.float32)
-        return self._logits(hidden, inputs.logit_rows, self._parameters)
+        return self._logits(hidden, inputs.logit_rows, buffers.parameters)
+
+    def _tensors_of(self, views: Mapping[str, TensorView]) -> dict[str, Tensor]:
+        """One tensor for each place: parameters that were published as one memory share it, and a graph that was
+        captured there may have it still."""
+        tensors = {}
+        for name, view in views.items():
+            place = (view.mapping.address + view.offset, view.shape)
+            tensor = self._tensors.get(place)
+            if tensor is None:
+                tensor = self._tensors[place] = paddle_view.tensor(view)
+            tensors[name] = tensor
+        return tensors
 
     def _embed(self, token_ids: npt.NDArray[np.int64], rows: Floats) -> Tensor:
         if self._collectives is None:
@@ -214,7 +240,8 @@ class DecoderModel:
         whole: Floats = np.concatenate(list(gathered), axis=1)
         return whole[:, : self._config.vocab_size]
 
-    def _inputs(self, step: Step) -> StepInputs:
+    def inputs(self, step: Step) -> StepInputs:
+        """A step as `forward` takes it."""
         positions = np.concatenate([np.arange(part.start, part.start + len(part.token_ids)) for part in step.slices])
         ends = np.cumsum([len(part.token_ids) for part in step.slices])
         cosines, sines = self._rotary(positions)
@@ -262,18 +289,6 @@ def _layer_parameters(tensors: Mapping[str, Tensor], prefix: str, config: ModelC
         up=linear("mlp.up_proj", config.has_mlp_bias),
         down=linear("mlp.down_proj", config.has_mlp_bias),
     )
-
-
-def _tensors(views: Mapping[str, TensorView]) -> dict[str, Tensor]:
-    """One tensor for each place: parameters that were published as one memory share it."""
-    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-    tensors = {}
-    for name, view in views.items():
-        place = (view.mapping.address + view.offset, view.shape)
-        if place not in made:
-            made[place] = paddle_view.tensor(view)
-        tensors[name] = made[place]
-    return tensors
 
 
 def _numpy_view(tensor: Tensor) -> Floats:

@@ -1,23 +1,30 @@
 """One tensor-parallel rank of the embedded engine, as the weight manager and the worker loop see it.
 
-Owns the model shard, its KV cache and, on rank 0, the scheduler. Knows neither
-processes nor HTTP nor where weights come from. Invariant: what the cache holds
-was made with the weights that are bound: whatever changes one drops the other.
+Owns the model shard, its KV cache, its decode graphs and, on rank 0, the scheduler. Knows neither processes nor HTTP
+nor where weights come from. Invariants: scheduler and cache know the digest of the weights that are bound, so that
+nothing of the cache is taken for what other weights made; and no decode step runs through a graph that was captured
+with other memory than is bound.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from paddle.base import core
 
 from fastdeploy_rl.collectives.base import Collectives
+from fastdeploy_rl.control.generation import EngineLoad
 from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.embedded.address_ledger import Address, AddressLedger
 from fastdeploy_rl.engines.embedded.checkpoint import Checkpoint
+from fastdeploy_rl.engines.embedded.cpu_graphs import CpuGraph
+from fastdeploy_rl.engines.embedded.graph_pool import Graph, GraphPool
 from fastdeploy_rl.engines.embedded.kv_cache import CacheShape, KVCache
-from fastdeploy_rl.engines.embedded.model import DecoderModel
+from fastdeploy_rl.engines.embedded.model import DecoderModel, StepInputs
 from fastdeploy_rl.engines.embedded.model_config import ModelConfig, parameter_specs, read_config
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator, default_num_pages
 from fastdeploy_rl.engines.embedded.sampler import SampledToken, sample
@@ -43,6 +50,8 @@ class EmbeddedRunner:
         max_model_len: int | None = None,
         num_kv_pages: int | None = None,
         max_step_tokens: int = 512,
+        graph_batch_sizes: Sequence[int] | None = None,
+        has_prefix_cache: bool = True,
     ) -> None:
         """Reads config.json only. ConfigurationError: a model that
         does not split over `num_ranks`, limits that contradict it.
@@ -50,6 +59,7 @@ class EmbeddedRunner:
         `collectives` may be None for a single rank. `max_model_len` None: what the model was made for. `num_kv_pages`
         None: room for `max_num_seqs` of the longest requests, but no more than DEFAULT_NUM_PAGES where one fits in
         those. `max_step_tokens`: the longest piece of a prompt between two tokens of the other requests.
+        `graph_batch_sizes`: decode steps of so many requests are captured (None: all that can be; empty: none).
         """
         self._model_dir = model_dir
         self._rank, self._num_ranks = rank, num_ranks
@@ -63,9 +73,12 @@ class EmbeddedRunner:
         self._specs = parameter_specs(self.config, num_ranks)
         used_collectives = collectives if num_ranks > 1 else None
         self._model = DecoderModel(self.config, rank, num_ranks, self.max_model_len, used_collectives)
-        self._cache = KVCache(_cache_shape(self.config, num_ranks, num_pages))
+        shape = _cache_shape(self.config, num_ranks, num_pages)
+        self._cache, self._kv_bytes = KVCache(shape), shape.num_bytes
         limits = self._scheduler_limits(max_num_seqs, max_step_tokens)
         self._scheduler = Scheduler(limits, PageAllocator(num_pages)) if rank == 0 else None
+        sizes = range(1, max_num_seqs + 1) if graph_batch_sizes is None else graph_batch_sizes
+        self._graphs: GraphPool[StepInputs, Floats] = GraphPool(self._capture, sizes)
         self._bound: dict[str, TensorView] = {}
         self._version = ""
 
@@ -91,13 +104,18 @@ class EmbeddedRunner:
         return dict(self._bound)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        self.unbind()
-        self._model.bind(views)
-        self._bound = dict(views)
+        """Graphs stay as they are: those of other addresses are stale until `recapture_graphs`."""
+        self._bound = {}
+        try:
+            self._model.bind(views)
+            self._bound = dict(views)
+        finally:
+            self._note_addresses()
 
     def unbind(self) -> None:
         self._model.unbind()
         self._bound = {}
+        self._note_addresses()
 
     def drain(self, deadline_ns: int) -> None:
         """Nothing to wait for: calls come between two steps."""
@@ -111,24 +129,28 @@ class EmbeddedRunner:
 
     def drop_kv_cache(self) -> None:
         self._preempt_all()
+        self._graphs.note_bound(None)  # a graph keeps the cache that it was captured with
         self._cache.drop()
 
     def rebuild_kv_cache(self, content_digest: str) -> None:
         self._preempt_all()
         self._cache.rebuild(content_digest)
+        self._note_addresses()
 
     def keep_kv_cache(self, content_digest: str) -> None:
         self._cache.rebuild(content_digest)
+        self._note_addresses()
 
     def recapture_graphs(self) -> int:
-        """Nothing is captured on a CPU."""
-        return 0
+        """Captures nothing while weights or cache are not there: steps run without graphs then."""
+        return self._graphs.recapture()
 
     def drop_graphs(self) -> None:
-        """There are none."""
+        """Steps run without them until `recapture_graphs`."""
+        self._graphs.drop()
 
     def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
-        return 0.0
+        return self._graphs.seconds_for(self._ledger_of(views))
 
     def set_version(self, version: str) -> None:
         self._version = version
@@ -142,10 +164,26 @@ class EmbeddedRunner:
             raise LifecycleError(f"rank {self._rank} has no scheduler, rank 0 has")
         return self._scheduler
 
+    @property
+    def engine_load(self) -> EngineLoad:
+        """Rank 0: the scheduler's, with what this rank's graphs did."""
+        return msgspec.structs.replace(
+            self.scheduler.load,
+            num_graphs_captured=self._graphs.num_captured,
+            num_graph_replays=self._graphs.num_replays,
+        )
+
     def execute(self, step: Step) -> Floats:
-        """One forward pass; every rank passes the same step. Logits
-        of the slices that want them: [slices, vocab] float32."""
-        return self._model.forward(step, self._cache)
+        """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab]
+        float32. StaleGraphError for a decode step whose graph holds other memory than is bound."""
+        num_decoding = _num_decoding(step)
+        if self._graphs.has_graph(num_decoding):
+            self._graphs.check_valid()
+            self._cache.clear(step.new_pages)
+            return self._graphs.replay(num_decoding, self._model.inputs(step))
+        buffers = self._model.buffers(self._cache)
+        self._cache.clear(step.new_pages)
+        return self._model.forward(self._model.inputs(step), buffers)
 
     def accept(self, step: Step, logits: Floats) -> None:
         """Rank 0: samples what a step made possible; the tokens come out of `scheduler.take_outputs()`."""
@@ -163,6 +201,18 @@ class EmbeddedRunner:
 
         self.scheduler.accept(step, choose, self._version)
 
+    def _capture(self, batch_size: int) -> Graph[StepInputs, Floats]:
+        """The stand-in takes a step of any size; a device's graph would be of this one."""
+        return CpuGraph(partial(self._model.buffers, self._cache), self._model.forward)
+
+    def _note_addresses(self) -> None:
+        """After each change of what is bound."""
+        is_whole = bool(self._bound and self._cache.address)
+        self._graphs.note_bound(self._ledger_of(self._bound) if is_whole else None)
+
+    def _ledger_of(self, views: Mapping[str, TensorView]) -> AddressLedger:
+        return AddressLedger.of(views, Address("KV cache", self._cache.address, self._kv_bytes, "F32"))
+
     def _preempt_all(self) -> None:
         if self._scheduler is not None:
             self._scheduler.preempt_all()
@@ -179,6 +229,12 @@ class EmbeddedRunner:
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.config.eos_token_ids,
         )
+
+
+def _num_decoding(step: Step) -> int:
+    """Requests of a step that only decodes, 0 of any other."""
+    is_decoding = all(len(part.token_ids) == 1 and part.wants_logits for part in step.slices)
+    return len(step.slices) if is_decoding else 0
 
 
 def _share_cores(num_ranks: int) -> None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from fastdeploy_rl.control.async_controller import AsyncEngineController as AsyncEngineController
     from fastdeploy_rl.control.controller import EngineController as EngineController
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
+    from fastdeploy_rl.model_group import ModelGroup as ModelGroup
+    from fastdeploy_rl.plan.namespaces import namespaced as namespaced
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
     from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter as SnapshotWriter
     from fastdeploy_rl.publish.weight_server import WeightServer as WeightServer
@@ -19,20 +21,24 @@ _EXPORTS = {
     "AsyncEngineController": "fastdeploy_rl.control.async_controller",
     "DynamicWeightManager": "fastdeploy_rl.manager",
     "EngineController": "fastdeploy_rl.control.controller",
+    "ModelGroup": "fastdeploy_rl.model_group",
     "SnapshotWriter": "fastdeploy_rl.publish.snapshot_writer",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
     "WeightServer": "fastdeploy_rl.publish.weight_server",
     "WeightVersion": "fastdeploy_rl.version",
+    "namespaced": "fastdeploy_rl.plan.namespaces",
 }
 
 __all__ = [
     "AsyncEngineController",
     "DynamicWeightManager",
     "EngineController",
+    "ModelGroup",
     "SnapshotWriter",
     "WeightPublisher",
     "WeightServer",
     "WeightVersion",
+    "namespaced",
 ]
 
 

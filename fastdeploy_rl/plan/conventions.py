@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.manifest import Fused, Run
-from fastdeploy_rl.plan import llama
+from fastdeploy_rl.plan import llama, namespaces
 
 Shape = tuple[int, ...]
 
@@ -58,7 +58,8 @@ def paddleformers(config: Any) -> Convention:
     Names are the engine's; linear weights are [in, out]. Where the model has one `qkv_proj`, each key/value head lies
     right behind its query heads; one `up_gate_proj` (`gate_up_fused_proj`) is all of gate, then all of up - on each of
     the trainer's tensor-parallel ranks, whose slices are published as shards of the whole.
-    ConfigurationError for a model type whose layout is not known here.
+    ConfigurationError for a model type whose layout is not known here, and for a fused tensor in a namespace: another
+    model has a config of its own (`by_namespace`).
     """
     kind = _field(config, "model_type")
     if kind not in _FUSED_MODELS:
@@ -69,6 +70,11 @@ def paddleformers(config: Any) -> Convention:
         match = _FUSED.fullmatch(name)
         if match is None:
             return paddle_llama(name, shape)
+        if not namespaces.is_bare(name):
+            raise ConfigurationError(
+                f"{name!r:.600} belongs to another model than this convention's config: "
+                "publish with by_namespace(paddleformers(main_config), NAMESPACE=paddleformers(its_config))"
+            )
         block, runs = ("self_attn.", heads) if match["qkv"] else ("mlp.", halves)
         prefix, suffix = match["prefix"] + block, "." + match["kind"]
         axis = _checked_axis(name, shape, sum(run.stop - run.start for run in runs), match["kind"])
@@ -76,6 +82,35 @@ def paddleformers(config: Any) -> Convention:
         return TensorRule(name, axis, fused=Fused(axis, named))
 
     return rule
+
+
+def by_namespace(main: Convention, /, **others: Convention) -> Convention:
+    """For several models that are published together: `main` for bare names, and each of `others` for the names in the
+    namespace that it is given under, where it is asked for `NAME` of `draft/NAME`. ConfigurationError for a name in any
+    other namespace."""
+    for namespace in others:
+        namespaces.check_namespace(namespace)
+    conventions = {namespaces.MAIN: main, **others}
+    known = ", ".join(sorted(others)) or "the main model only"
+
+    def rule(name: str, shape: Shape) -> TensorRule:
+        namespace, bare = namespaces.split(name)
+        if namespace not in conventions:
+            raise ConfigurationError(
+                f"{name!r:.600}: no convention for namespace {namespace!r}; there is one for {known}"
+            )
+        return _moved(conventions[namespace](bare, shape), namespace)
+
+    return rule
+
+
+def _moved(rule: TensorRule, namespace: str) -> TensorRule:
+    """The same rule, with the engine's names in that namespace."""
+    fused = rule.fused
+    if fused is not None:
+        runs = tuple(Run(namespaces.join(namespace, run.name), run.start, run.stop) for run in fused.runs)
+        fused = Fused(fused.axis, runs)
+    return rule._replace(name=namespaces.join(namespace, rule.name), fused=fused)
 
 
 def _attention_runs(config: Any) -> list[Run]:

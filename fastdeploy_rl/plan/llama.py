@@ -8,6 +8,8 @@ single heads too.
 
 import re
 
+from fastdeploy_rl.plan import namespaces
+
 _SHARDED = re.compile(
     r"(?P<axis0>(model\.embed_tokens|lm_head|model\.layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj))\.weight"
     r"|model\.layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.bias)"
@@ -18,8 +20,8 @@ _SHARDED = re.compile(
 
 def shard_axis(name: str) -> int | None:
     """The axis along which the parameter of that name is split; None for norms, for biases of row-parallel layers and
-    for names these models do not have."""
-    match = _SHARDED.fullmatch(name)
+    for names these models do not have. A draft model's are split as those of the main one."""
+    match = _SHARDED.fullmatch(namespaces.split(name).name)
     if match is None:
         return None
     return 0 if match["axis0"] else 1

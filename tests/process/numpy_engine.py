@@ -62,7 +62,7 @@ def held_bytes(spec: ParameterSpec, weights: dict[str, np.ndarray], rank: int, n
 class NumpyEngine:
     """`num_ranks` workers around one board. The test process is the supervisor and owns board and collectives.
     `errors`: where the workers' standard error goes, if not to ours. `is_restarted_on_death`: a worker that dies, or is
-    condemned, is killed and started again. `module`: what a worker runs."""
+    condemned, is killed and started again. `module`: what a worker runs. `draft`: a second model."""
 
     def __init__(
         self,
@@ -82,6 +82,8 @@ class NumpyEngine:
         deadlines: Deadlines | None = None,
         is_restarted_on_death: bool = False,
         module: str = "fastdeploy_rl.engines.numpy.worker",
+        draft: NumpyModel | None = None,
+        is_draft_frozen: bool = False,
     ) -> None:
         self.port = free_port()
         self.model = model
@@ -98,6 +100,8 @@ class NumpyEngine:
             "channel": str(channel),
             "collectives": f"fastdeploy_rl_test.{self.port}",
             "specs": msgspec.to_builtins(model.specs),
+            "draft_specs": msgspec.to_builtins(draft.specs if draft is not None else ()),
+            "is_draft_frozen": is_draft_frozen,
             "seed": seed,
             "apply_mode": apply_mode,
             "rollback": rollback,

@@ -13,6 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
 from fastdeploy_rl.errors import FastDeployRLError, PeerLostError
 from fastdeploy_rl.manager import DynamicWeightManager, InitialWeights, ManagerConfig
 from fastdeploy_rl.memory.tensor_view import TensorView
+from fastdeploy_rl.model_group import ModelGroup
+from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.update.transaction import StepObserver
@@ -37,7 +40,8 @@ _IDLE_S = 0.2
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`seed` < 0: start without weights. `model_dir`: where FastDeploy's trainers write; empty: nowhere."""
+    """`seed` < 0: start without weights. `model_dir`: where FastDeploy's trainers write; empty: nowhere. `draft_specs`:
+    of a second model, "draft"; empty: there is none. `is_draft_frozen`: no update changes it."""
 
     port: int
     rank: int
@@ -45,6 +49,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channel: str
     collectives: str
     specs: tuple[ParameterSpec, ...]
+    draft_specs: tuple[ParameterSpec, ...] = ()
+    is_draft_frozen: bool = False
     seed: int = 0
     apply_mode: str = AUTO
     rollback: str = KEEP
@@ -73,8 +79,14 @@ class Worker:
             generation=0,
         )
         self.runner = NumpyRunner(NumpyModel(config.specs), config.rank, config.num_ranks)
+        self.draft: NumpyRunner | None = None
+        self._models: ModelRunner = self.runner
+        if config.draft_specs:
+            self.draft = NumpyRunner(NumpyModel(config.draft_specs), config.rank, config.num_ranks)
+            frozen = {"draft"} if config.is_draft_frozen else set()
+            self._models = ModelGroup(self.runner, draft=self.draft, frozen=frozen)
         self._manager = DynamicWeightManager(
-            runner=self.runner,
+            runner=self._models,
             board=self._board,
             rank=config.rank,
             source=registry.create(config.load_strategy, self._source_config()),
@@ -97,15 +109,19 @@ class Worker:
             model_dir=Path(config.model_dir) if config.model_dir else None,
             rank=config.rank,
             num_ranks=config.num_ranks,
-            parameters=tuple(self.runner.parameters()),
+            parameters=tuple(self._models.parameters()),
             num_threads=config.num_copy_threads,
             rsync_config=config.rsync_config,
         )
 
     def start(self) -> None:
         initial = None
-        if self._config.seed >= 0 and self._manager.needs_cold_start():
-            initial = InitialWeights(WeightVersion(0, 0), self.runner.load(self._config.seed))
+        is_cold = self._config.seed >= 0 and self._manager.needs_cold_start()
+        if self.draft is not None and (is_cold or self._config.is_draft_frozen):
+            self.draft.load(max(self._config.seed, 0) + 1)
+        if is_cold:
+            self.runner.load(self._config.seed)
+            initial = InitialWeights(WeightVersion(0, 0), self._models.bound())
         self._manager.start(initial)
         self._manager.rejoin(self._group)
 
@@ -154,39 +170,45 @@ class Worker:
             print(json.dumps("begun"), flush=True)
             time.sleep(float(question.removeprefix("busy ")))  # a long forward pass
             return "done"
-        if question == "refuse bind":
-            self.runner.bind = _refuse_to_bind  # type: ignore[method-assign]
-            return "refusing"
-        if question == "refuse one bind":
-            self.runner.bind = self._refuse_one_bind  # type: ignore[method-assign]
-            return "refusing"
-        if question == "mend bind":
-            del self.runner.bind
-            return "mended"
-        if question == "token":
-            return self.runner.token() if self._manager.is_serving else None
-        if question == "answer":
-            return [self.runner.token(), self.runner.version] if self._manager.is_serving else None
         if question == "objects":
             gc.collect()
             return sys.getallocatedblocks()
+        if question.startswith("draft ") and self.draft is not None:
+            return self._answer_of(self.draft, question.removeprefix("draft "))
+        return self._answer_of(self.runner, question)
+
+    def _answer_of(self, runner: NumpyRunner, question: str) -> Any:
+        if question == "refuse bind":
+            runner.bind = _refuse_to_bind  # type: ignore[method-assign]
+            return "refusing"
+        if question == "refuse one bind":
+            runner.bind = partial(_refuse_one_bind, runner)  # type: ignore[method-assign]
+            return "refusing"
+        if question == "mend bind":
+            del runner.bind
+            return "mended"
+        if question == "token":
+            return runner.token() if self._manager.is_serving else None
+        if question == "answer":
+            return [runner.token(), runner.version] if self._manager.is_serving else None
         if question == "calls":
-            return self.runner.calls
+            return runner.calls
         if question == "dump":
-            return {name: view.numpy().tobytes().hex() for name, view in self.runner.bound().items()}
+            return {name: view.numpy().tobytes().hex() for name, view in runner.bound().items()}
         if question.startswith("address "):
-            view = self.runner.bound()[question.removeprefix("address ")]
+            view = runner.bound()[question.removeprefix("address ")]
             return view.mapping.address + view.offset
         return {"error": f"unknown question {question!r}"}
-
-    def _refuse_one_bind(self, views: Mapping[str, TensorView]) -> None:
-        del self.runner.bind
-        _refuse_to_bind(views)
 
     def close(self) -> None:
         self._manager.close()
         self._group.close()
         self._board.close()
+
+
+def _refuse_one_bind(runner: NumpyRunner, views: Mapping[str, TensorView]) -> None:
+    del runner.bind
+    _refuse_to_bind(views)
 
 
 def _refuse_to_bind(views: Mapping[str, TensorView]) -> None:

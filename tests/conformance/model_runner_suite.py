@@ -106,6 +106,16 @@ def go_live(subject: Subject, views: Views, name: str = "1.1") -> bytes:
     return subject.answer()
 
 
+def alternate(subject: Subject, *arenas: Views, rounds: int) -> list[int]:
+    """Updates that take turns between arenas, a round after the other; how many graphs each captured."""
+    captured = []
+    for views in arenas * rounds:
+        subject.runner.bind(views)
+        subject.runner.rebuild_kv_cache("1" * 64)
+        captured.append(subject.runner.recapture_graphs())
+    return captured
+
+
 def clear(subject: Subject) -> None:
     """What the manager does for a clear."""
     subject.runner.abort_requests("the engine was cleared")
@@ -241,6 +251,72 @@ class ModelRunnerSuite:
         clear(subject)
         go_live(subject, version(subject.runner, 1), "1.2")
         assert go_live(subject, version(subject.runner, 2), "1.3") == fresh
+
+    def test_without_requests_a_kept_cache_gives_what_a_rebuilt_one_gives(self, subject: Subject) -> None:
+        expected = go_live(subject, version(subject.runner, 2))
+        go_live(subject, version(subject.runner, 1), "1.2")
+        subject.runner.bind(version(subject.runner, 2))
+        subject.runner.keep_kv_cache("2" * 64)
+        subject.runner.recapture_graphs()
+        assert subject.answer() == expected
+
+    def test_keeping_a_cache_that_is_dropped_allocates_it(self, subject: Subject) -> None:
+        expected = go_live(subject, version(subject.runner, 1))
+        subject.runner.drop_kv_cache()
+        subject.runner.keep_kv_cache("1" * 64)
+        assert subject.answer() == expected
+
+    def test_nothing_is_captured_while_nothing_is_bound(self, subject: Subject) -> None:
+        assert subject.runner.recapture_graphs() == 0
+
+    def test_alternating_memory_is_captured_in_the_first_round_alone(self, subject: Subject) -> None:
+        a, b = version(subject.runner, 1), version(subject.runner, 2)
+        first, second, *later = alternate(subject, a, b, rounds=3)
+        assert first == second > 0
+        assert later == [0] * 4
+
+    def test_what_is_captured_already_is_not_captured_again(self, subject: Subject) -> None:
+        """As after apply mode copy: other weights in the same memory."""
+        views = version(subject.runner, 1)
+        go_live(subject, views)
+        expected = go_live(subject, version(subject.runner, 2), "1.2")
+        subject.runner.bind(views)
+        subject.runner.recapture_graphs()
+        fill(views, values(subject.runner, 2))
+        subject.runner.rebuild_kv_cache("2" * 64)
+        assert subject.runner.recapture_graphs() == 0
+        assert subject.answer() == expected
+
+    def test_answers_are_the_same_with_graphs_and_without(self, subject: Subject) -> None:
+        expected = go_live(subject, version(subject.runner, 1))
+        subject.runner.drop_graphs()
+        subject.runner.drop_graphs()
+        assert subject.answer() == expected
+        assert subject.runner.recapture_graphs() > 0
+        assert subject.answer() == expected
+
+    def test_capturing_costs_nothing_where_it_was_done_before(self, subject: Subject) -> None:
+        known, unknown = version(subject.runner, 1), version(subject.runner, 2)
+        go_live(subject, known)
+        assert subject.runner.recapture_seconds(known) == 0
+        assert subject.runner.recapture_seconds(unknown) >= 0
+        go_live(subject, unknown, "1.2")
+        assert subject.runner.recapture_seconds(known) == subject.runner.recapture_seconds(unknown) == 0
+
+    def test_parked_graphs_keep_no_memory(self, subject: Subject) -> None:
+        a, b = version(subject.runner, 1), version(subject.runner, 2)
+        alternate(subject, a, b, rounds=2)
+        assert mapping_of(a).num_exports == 0
+        subject.runner.drop_kv_cache()
+        subject.runner.unbind()
+        assert mapping_of(b).num_exports == 0
+
+    def test_dropped_graphs_keep_no_memory_though_others_are_bound_since(self, subject: Subject) -> None:
+        old = version(subject.runner, 1)
+        go_live(subject, old)
+        subject.runner.bind(version(subject.runner, 2))
+        subject.runner.drop_graphs()
+        assert mapping_of(old).num_exports == 0
 
     def test_three_clears_and_updates_in_a_row(self, subject: Subject) -> None:
         expected = go_live(subject, version(subject.runner, 1))

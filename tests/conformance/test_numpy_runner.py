@@ -6,7 +6,7 @@ import pytest
 from model_runner_suite import ModelRunnerSuite
 
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
-from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
+from fastdeploy_rl.engines.numpy.runner import NUM_GRAPHS, NumpyModel, NumpyRunner
 
 MODEL = NumpyModel(
     (
@@ -45,3 +45,14 @@ def test_calls_are_remembered_in_order() -> None:
     runner.set_version("1.1")
     runner.unbind()
     assert runner.calls == ["bind", "drain", "version 1.1", "unbind"]
+
+
+def test_time_to_capture_is_what_was_set_for_memory_that_is_new() -> None:
+    runner = NumpyRunner(MODEL, 0, 1)
+    runner.capture_seconds = 0.25
+    views = runner.load(1)
+    assert runner.recapture_seconds(views) == 0.25
+    assert (runner.recapture_graphs(), runner.num_captured) == (NUM_GRAPHS, NUM_GRAPHS)
+    assert runner.recapture_seconds(views) == 0
+    runner.drop_graphs()
+    assert runner.recapture_seconds(views) == 0.25

@@ -22,6 +22,12 @@ Array = NDArray[Any]
 
 _ALIGNMENT = 64
 _MAX_CALLS = 100
+NUM_GRAPHS = 2
+"""That a recapture captures where addresses are new."""
+_MAX_LEDGERS = 6
+
+Ledger = frozenset[tuple[str, int]]
+"""Where each parameter lies."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +38,18 @@ class NumpyModel:
 
 
 class NumpyRunner:
-    """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called last, in which order, stands in `calls`."""
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called last, in which order, stands in `calls`. It has no
+    graphs, but counts like an engine whose graphs hold for the addresses they were captured with; `capture_seconds`:
+    how long it says that takes."""
 
     def __init__(self, model: NumpyModel, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.calls: list[str] = []
         self.version = ""
+        self.num_captured = 0
+        self.capture_seconds = 0.0
+        self._captured: list[Ledger] = []  # used last comes last
         self._model = model
         self._bound: dict[str, TensorView] = {}
         self._kv_digest: str | None = None
@@ -114,17 +125,29 @@ class NumpyRunner:
 
     def recapture_graphs(self) -> int:
         self._note("recapture_graphs")
-        return 0
+        if not self._bound or self._kv_digest is None:
+            return 0
+        ledger = _ledger(self._bound)
+        is_known = ledger in self._captured
+        self._captured = [*(known for known in self._captured if known != ledger), ledger][-_MAX_LEDGERS:]
+        count = 0 if is_known else NUM_GRAPHS
+        self.num_captured += count
+        return count
 
     def drop_graphs(self) -> None:
         self._note("drop_graphs")
+        self._captured = []
 
     def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
-        return 0.0
+        return 0.0 if _ledger(views) in self._captured else self.capture_seconds
 
     def set_version(self, version: str) -> None:
         self._note(f"version {version}")
         self.version = version
+
+
+def _ledger(views: Mapping[str, TensorView]) -> Ledger:
+    return frozenset((name, view.mapping.address + view.offset) for name, view in views.items())
 
 
 def random_weights(model: NumpyModel, seed: int) -> dict[str, Array]:

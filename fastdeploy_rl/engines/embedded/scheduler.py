@@ -1,10 +1,11 @@
 """Which requests advance in the next step: continuous batching over a paged KV cache.
 
 Owns the requests, their tokens and the pages they hold. Knows nothing of Paddle, of weights beyond the name of their
-version, or of other ranks: it writes down a `Step`, which every rank executes. Invariant: every page is either free or
-held by exactly one running request, and a request that gave its pages back keeps its tokens and computes their keys and
-values again, in whatever weights are live then. Requests begin in the order in which they came, and one that gave its
-pages back keeps its turn: it goes on before any that came after it.
+version and the digest of their content, or of other ranks: it writes down a `Step`, which every rank executes.
+Invariant: a page that is written is held by exactly one running request; full ones, which nobody writes again, may be
+shared with others and with the prefix cache. A request that gave its pages back keeps its tokens and computes their
+keys and values again, in whatever weights are live then. Requests begin in the order in which they came, and one that
+gave its pages back keeps its turn: it goes on before any that came after it.
 """
 
 import secrets
@@ -17,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest
-from fastdeploy_rl.engines.embedded.page_allocator import PageAllocator
+from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
+from fastdeploy_rl.engines.embedded.prefix_cache import BlockChain, BlockKey, PrefixCache, num_lookup_blocks
 from fastdeploy_rl.engines.embedded.sampler import SampledToken
 from fastdeploy_rl.errors import RequestError
 
@@ -33,8 +35,9 @@ class FinishReason(str, Enum):
 class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
     """The consecutive tokens of one request that go through the model in one step.
 
-    `start`: position of the first; everything before lies in the cache. `pages`: the page table, in order, with room
-    for all of them. `wants_logits`: the last token's logits are needed.
+    `start`: position of the first; everything before lies in the cache, also where a request begins. `pages`: the page
+    table, in order, with room for all of them; full ones before `start` may be in other requests' tables too.
+    `wants_logits`: the last token's logits are needed.
     """
 
     request_id: str
@@ -45,8 +48,8 @@ class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold no data of the
-    requests that got them yet."""
+    """One forward pass, the same on every rank. Slices of a single token come first. `new_pages` hold nothing of use
+    yet, and whatever a request before left there."""
 
     number: int
     slices: list[SequenceSlice]
@@ -82,7 +85,8 @@ class SchedulerLimits:
 @dataclass(eq=False)
 class RunningRequest:
     """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in
-    `pages`."""
+    `pages`; `num_reused` of these were there when it began. The first `num_entered` pages are known to the prefix
+    cache; `chain` None: later ones never will be, since other weights filled some of them."""
 
     request_id: str
     request: GenerationRequest
@@ -90,6 +94,9 @@ class RunningRequest:
     token_ids: list[int]
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_reused: int = 0
+    num_entered: int = 0
+    chain: BlockChain | None = None
 
     @property
     def num_missing(self) -> int:
@@ -116,9 +123,12 @@ Choose = Callable[[RunningRequest, int], SampledToken]
 class Scheduler:
     """Not thread-safe; all calls come from the engine's loop."""
 
-    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator) -> None:
+    def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, *, has_prefix_cache: bool = True) -> None:
+        """Nothing is reused before `use_weights` said what fills the pages; `has_prefix_cache` False: nor then."""
         self._limits = limits
         self._allocator = allocator
+        self._has_prefix_cache = has_prefix_cache
+        self._cache = PrefixCache(allocator)
         self._num_pages = allocator.num_free
         self._requests: dict[str, RunningRequest] = {}
         self._waiting: deque[RunningRequest] = deque()
@@ -136,7 +146,8 @@ class Scheduler:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(len(self._running), len(self._waiting), self._allocator.num_free, self._num_pages)
+        num_free = self._allocator.num_free
+        return EngineLoad(len(self._running), len(self._waiting), num_free, self._num_pages, *self._cache.counts)
 
     def find(self, request_id: str) -> RunningRequest | None:
         """The request while it has not ended."""
@@ -150,17 +161,24 @@ class Scheduler:
         self._requests[request_id] = item
         self._waiting.append(item)
 
-    def schedule(self) -> Step | None:
-        """What to compute next; None when no request is there. Follow it with `accept` or `preempt_all`."""
+    def use_weights(self, content_digest: str, *, keeps_kv: bool) -> None:
+        """Weights with that digest fill pages from now on. `keeps_kv` False: no page holds anything any more, as after
+        `preempt_all`. True: running requests go on with what they have; what others reuse was filled by weights of this
+        digest alone."""
+        if not keeps_kv:
+            self.preempt_all()
+        self._cache.use_weights(content_digest if self._has_prefix_cache else "")
+
+    def schedule(self, *, begins_new: bool = True) -> Step | None:
+        """What to compute next; None when there is nothing. Follow it with `accept` or `preempt_all`. `begins_new`
+        False: requests that have not begun stay where they are."""
         budget = self._limits.max_step_tokens
         slices: list[SequenceSlice] = []
         new_pages: list[int] = []
         for item in sorted(self._running, key=lambda item: item.num_missing > 1):  # who waits for one token comes first
             budget -= self._advance(item, budget, slices, new_pages)
-        while budget > 0 and self._can_admit():
-            item = self._waiting.popleft()
-            self._running.append(item)
-            budget -= self._advance(item, budget, slices, new_pages)
+        while budget > 0 and (begun := self._begin_next(begins_new)) is not None:
+            budget -= self._advance(begun, budget, slices, new_pages)
         if not slices:
             return None
         self._num_steps += 1
@@ -174,6 +192,7 @@ class Scheduler:
             item = self.find(part.request_id)
             if item is not None and item.pages and item.num_cached == part.start:  # else ended or preempted since
                 item.num_cached += len(part.token_ids)
+                self._enter_blocks(item)
                 if part.wants_logits:
                     self._append(item, choose(item, row), version)
             row += part.wants_logits
@@ -184,10 +203,11 @@ class Scheduler:
         return outputs
 
     def preempt_all(self) -> None:
-        """Every running request gives its pages back and waits to be computed again; the cache holds nothing
+        """Every running request gives its pages back and waits to be computed again; no page holds anything
         afterwards."""
         while self._running:
             self._preempt_youngest()
+        self._cache.forget_all()
 
     def abort(self, request_id: str, reason: str) -> None:
         """Ends one request; an unknown one has ended before."""
@@ -221,11 +241,46 @@ class Scheduler:
         if odd:
             raise RequestError(f"token id {odd[0]} is outside the vocabulary of {limits.vocab_size}")
 
-    def _can_admit(self) -> bool:
-        """Room for a whole request (and the token it will make), lest it be preempted at once."""
-        if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
+    def _begin_next(self, begins_new: bool) -> RunningRequest | None:
+        """The next in turn, which runs from now on; None where there is none, or no room for it."""
+        item = next((item for item in self._waiting if begins_new or item.has_begun), None)
+        if item is None or len(self._running) >= self._limits.max_num_seqs or not self._take_cached(item):
+            return None
+        self._waiting.remove(item)
+        self._running.append(item)
+        return item
+
+    def _take_cached(self, item: RunningRequest) -> bool:
+        """The pages that the prefix cache has of it. False, and nothing happened, where there is no room for all of it
+        (and the token it will make), lest it be preempted at once."""
+        keys = self._lookup_keys(item)
+        found = self._cache.find(keys)
+        num_missing = self._allocator.pages_for(len(item.token_ids) + 1) - len(found)
+        if not self._allocator.can_allocate(num_missing, beside=found):
             return False
-        return self._allocator.can_allocate(self._allocator.pages_for(len(self._waiting[0].token_ids) + 1))
+        self._allocator.share(found)
+        self._cache.count(keys, len(found))
+        item.pages, item.num_entered = found, len(found)
+        item.num_cached = item.num_reused = len(found) * PAGE_TOKENS
+        return True
+
+    def _lookup_keys(self, item: RunningRequest) -> list[BlockKey]:
+        if item.chain is None or item.chain.content_digest != self._cache.content_digest:
+            item.chain = self._cache.new_chain()
+        num_blocks = num_lookup_blocks(len(item.token_ids))
+        return [] if item.chain is None else item.chain.keys(item.token_ids, num_blocks)
+
+    def _enter_blocks(self, item: RunningRequest) -> None:
+        """Pages that have become full are known to the prefix cache from now on."""
+        if item.chain is not None and item.chain.content_digest != self._cache.content_digest:
+            item.chain = None
+        num_full = item.num_cached // PAGE_TOKENS
+        if item.chain is None or num_full == item.num_entered:
+            return
+        keys = item.chain.keys(item.token_ids, num_full)
+        for key, page in zip(keys[item.num_entered :], item.pages[item.num_entered :], strict=False):
+            self._cache.enter(key, page)
+        item.num_entered = num_full
 
     def _advance(self, item: RunningRequest, budget: int, slices: list[SequenceSlice], new_pages: list[int]) -> int:
         """Adds the next slice of a request that runs (still); returns its number of tokens."""
@@ -247,6 +302,7 @@ class Scheduler:
             if self._preempt_youngest() is item:
                 return False
         pages = self._allocator.allocate(missing)
+        self._cache.overwrite(pages)
         item.pages += pages
         new_pages += pages
         return True
@@ -261,7 +317,12 @@ class Scheduler:
         item.token_ids.append(token.token_id)
         reason = self._finish_reason(item, token.token_id)
         made = GeneratedToken(
-            token.token_id, version, token.logprob, reason.value if reason else "", top_logprobs=token.top_logprobs
+            token.token_id,
+            version,
+            token.logprob,
+            reason.value if reason else "",
+            top_logprobs=token.top_logprobs,
+            num_cached=item.num_reused if item.num_generated == 1 else 0,
         )
         if reason:
             self._finish(item, made)
@@ -285,4 +346,4 @@ class Scheduler:
     def _release(self, item: RunningRequest) -> None:
         self._allocator.free(item.pages)
         item.pages = []
-        item.num_cached = 0
+        item.num_cached = item.num_reused = item.num_entered = 0

@@ -51,6 +51,7 @@ def test_time_to_capture_is_what_was_set_for_memory_that_is_new() -> None:
     runner = NumpyRunner(MODEL, 0, 1)
     runner.capture_seconds = 0.25
     views = runner.load(1)
+    runner.rebuild_kv_cache("0" * 64)
     assert runner.recapture_seconds(views) == 0.25
     assert (runner.recapture_graphs(), runner.num_captured) == (NUM_GRAPHS, NUM_GRAPHS)
     assert runner.recapture_seconds(views) == 0

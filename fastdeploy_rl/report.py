@@ -25,6 +25,12 @@ class CommandKind(enum.IntEnum):
     WAKE = 8
 
 
+_OF_WHAT_IS_LIVE = frozenset(
+    kind.name.lower() for kind in (CommandKind.PAUSE, CommandKind.RESUME, CommandKind.SLEEP, CommandKind.WAKE)
+)
+"""Kinds of commands that bring no other version, but for what a wake finds."""
+
+
 class Outcome(enum.IntEnum):
     """How a command ended; the value stands on the board."""
 
@@ -89,13 +95,33 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """One line: its fields name every tensor on every rank."""
-        why = f": {self.reason.splitlines()[0]}" if self.reason else ""
-        rollback = f", rollback {self.rollback}" if self.rollback else ""
-        return (
-            f"{self.kind} {self.outcome}, version {self.version or 'none'} (was {self.previous_version or 'none'}), "
-            f"{self.seconds:.3f} s, {self.stall_seconds * 1e3:.1f} ms of it without decoding, "
-            f"{self.aliased_bytes} bytes aliased, {self.copied_bytes} copied{rollback}{why}"
+        is_moved = self.kind not in _OF_WHAT_IS_LIVE or self.aliased_bytes or self.copied_bytes
+        parts = (
+            f"{self.kind} {self.outcome}",
+            self.versions,
+            f"{self.seconds:.3f} s",
+            f"{self.stall_seconds * 1e3:.1f} ms of it without decoding" if self.stalls else "",
+            f"{self.aliased_bytes} bytes aliased, {self.copied_bytes} copied" if is_moved else "",
+            f"rollback {self.rollback}" if self.rollback else "",
+            f"KV cache {self.kv}" if self.kv else "",
+            f"{self.graphs_captured} graphs captured" if self.graphs_captured else "",
         )
+        why = f": {self.reason.splitlines()[0]}" if self.reason else ""
+        return ", ".join(part for part in parts if part) + why
+
+    @property
+    def versions(self) -> str:
+        """What is live, as words: of a pause that is no news, while an update tells what was before. May be empty."""
+        before, after = self.previous_version, self.version
+        if self.kind not in _OF_WHAT_IS_LIVE:
+            return f"version {after or 'none'} (was {before or 'none'})"
+        was = f" (was {before})" if before and after and before != after else ""
+        return f"version {after or before}{was}" if after or before else ""
+
+    @property
+    def stalls(self) -> bool:
+        """The ranks stood still for a time and went on; after a pause or a sleep they do not."""
+        return self.kind not in _OF_WHAT_IS_LIVE
 
     @property
     def aliased_bytes(self) -> int:
@@ -124,8 +150,21 @@ class UpdateReport(msgspec.Struct, frozen=True):
         return next((rank.rollback_reason for rank in self.ranks if rank.rollback_bytes and rank.rollback_reason), "")
 
     @property
-    def is_kv_lost(self) -> bool:
-        return any(rank.kv == KV_LOST for rank in self.ranks)
+    def kv(self) -> str:
+        """What became of the KV cache on the rank where most of it is gone: "lost", "rebuilt" or "kept"."""
+        found = {rank.kv for rank in self.ranks}
+        return next((word for word in (KV_LOST, KV_REBUILT, KV_KEPT) if word in found), "")
+
+    @property
+    def graphs_captured(self) -> int:
+        """Anew, over all ranks."""
+        return sum(rank.graphs_captured for rank in self.ranks)
+
+    @property
+    def applied(self) -> str:
+        """How the weights were taken over, where the ranks say so: "alias", "arena" or "copy", or several; and why."""
+        ways = {rank.applied: rank.applied_reason for rank in self.ranks if rank.applied}
+        return "; ".join(f"{way}: {reason}" if reason else way for way, reason in sorted(ways.items()))
 
     @property
     def not_aliased(self) -> dict[str, list[str]]:

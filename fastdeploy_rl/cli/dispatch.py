@@ -12,22 +12,27 @@ from fastdeploy_rl.cli import (
     doctor,
     generate,
     history,
+    pause,
     plan,
     publish,
     receipt,
+    resume,
     retire,
     serve,
     serve_weights,
+    sleep,
     snapshot,
     status,
     update,
+    wake,
 )
 from fastdeploy_rl.cli.options import one_line
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError
 
 VERBS = (
     *(serve, publish, serve_weights, snapshot, plan, retire),
-    *(update, clear, status, receipt, generate, chat, history, doctor),
+    *(update, pause, resume, sleep, wake, clear),
+    *(status, receipt, generate, chat, history, doctor),
 )
 _DESCRIPTION = "Live, verified weight updates for LLM inference engines."
 

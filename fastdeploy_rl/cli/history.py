@@ -29,7 +29,7 @@ _MAX_REASON = 200
 
 
 def add_parser(verbs: Verbs) -> None:
-    parser = add_verb(verbs, "history", "show how the last updates and clears ended", _EXAMPLES)
+    parser = add_verb(verbs, "history", "show how the last commands ended", _EXAMPLES)
     add_engine(parser)
     parser.add_argument("--file", type=Path, default=None, metavar="PATH", help="a history file, instead of an engine")
     parser.add_argument(

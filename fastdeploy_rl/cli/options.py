@@ -7,8 +7,18 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_rl.config import checked_api_key, checked_deadline
+from fastdeploy_rl.command_options import tags_of
+from fastdeploy_rl.config import (
+    ABORT,
+    IN_FLIGHT,
+    KV_POLICIES,
+    ON_TIMEOUT,
+    REFUSE,
+    checked_api_key,
+    checked_deadline,
+)
 from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.lifecycle import Tag
 
 DEFAULT_ENGINE = "8182"
 DEFAULT_HTTP_PORT = 8180
@@ -70,6 +80,44 @@ def add_deadline(parser: argparse.ArgumentParser, default_s: float) -> None:
     )
 
 
+def add_in_flight(parser: argparse.ArgumentParser) -> None:
+    """For a command that stops the ranks: what becomes of requests."""
+    parser.add_argument(
+        "--mode",
+        choices=IN_FLIGHT,
+        default=ABORT,
+        help="requests in flight end with what they have (abort), come to their end first (wait), or stop between two "
+        f"tokens and go on afterwards (keep; default {ABORT})",
+    )
+    parser.add_argument(
+        "--on-timeout",
+        choices=ON_TIMEOUT,
+        default=REFUSE,
+        help="where --mode wait takes longer than the deadline: change nothing (refuse), or abort the rest (default "
+        f"{REFUSE})",
+    )
+
+
+def add_tags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tags",
+        type=tags,
+        default=None,
+        metavar="TAG,...",
+        help=f"of {', '.join(tag.value for tag in Tag)} (default: all)",
+    )
+
+
+def add_kv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv",
+        choices=KV_POLICIES,
+        default=None,
+        help="the KV cache is dropped and computed anew (rebuild), or stays for requests in flight (keep; default: the "
+        "engine's --kv-on-update)",
+    )
+
+
 def add_channel(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ipc-dir",
@@ -122,6 +170,15 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 0 < int(text[:10]) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return int(text)
+
+
+def tags(text: str) -> list[str]:
+    """Words of lifecycle.Tag with commas between them."""
+    try:
+        named = tags_of(text.split(","))
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return [tag.value for tag in Tag if tag in named]
 
 
 def seconds(text: str) -> float:

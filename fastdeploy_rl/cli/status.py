@@ -35,6 +35,10 @@ def run(options: argparse.Namespace) -> int:
 def _print_status(status: "EngineStatus") -> None:
     print(f"engine {status.port}: {status.admission}, version {status.version or 'none'}")
     print_fields(
+        paused="yes, until somebody resumes it" if status.is_paused else "",
+        live_since=_since(status),
+        newest_version=status.newest_version if status.newest_version != status.version else "",
+        memory=_memory(status),
         update=status.update,
         legacy_status=status.legacy_status,
         content_digest=status.content_digest,
@@ -43,6 +47,19 @@ def _print_status(status: "EngineStatus") -> None:
     )
     for rank in status.ranks:
         print(f"  rank {rank.rank}  {_rank_line(rank)}")
+
+
+def _since(status: "EngineStatus") -> str:
+    """When what is live came, and how."""
+    source = f"from {status.source}" if status.source and status.version else ""
+    words = (status.live_since, source, f"by {status.apply_mode}" if status.apply_mode else "")
+    return ", ".join(word for word in words if word)
+
+
+def _memory(status: "EngineStatus") -> str:
+    """Where each tag's is, and which one waits for somebody to wake it."""
+    tags = status.residency.items()
+    return ", ".join(f"{tag} {where}" + (" (asleep)" if tag in status.asleep else "") for tag, where in tags)
 
 
 def _rank_line(rank: "RankStatus") -> str:

@@ -92,14 +92,22 @@ class ServedEngine:
     """One engine. A with statement starts and stops it; `await_ready` before anything else."""
 
     def __init__(
-        self, model: Model, place: Path, *, num_ranks: int, apply_mode: str = "auto", options: Sequence[str] = ()
+        self,
+        model: Model,
+        place: Path,
+        *,
+        num_ranks: int,
+        apply_mode: str = "auto",
+        options: Sequence[str] = (),
+        is_poisoned: bool = False,
     ) -> None:
-        """`options`: further ones of `serve`."""
+        """`options`: further ones of `serve`. `is_poisoned`: memory that it gave back is NaN (poison.py)."""
         self.num_ranks = num_ranks
         self.channel = place / "channel"
         self.port, self.board_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_dir = place / "log"
+        self._is_poisoned = is_poisoned
         self._window = f"fastdeploy_rl_test_window.{uuid.uuid4().hex[:12]}"
         self._stack = ExitStack()
         self._command = [
@@ -112,6 +120,7 @@ class ServedEngine:
     def __enter__(self) -> "ServedEngine":
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = dict(os.environ) | {"WINDOW": self._window, "PYTHONPATH": path}
+        environ["POISON"] = "1" if self._is_poisoned else ""
         self._log_dir.mkdir(parents=True)
         with ExitStack() as stack:
             # Unbuffered: a line that was read along with another would never make the pipe readable again.
@@ -175,8 +184,8 @@ class ServedEngine:
 
     # --- answers -----------------------------------------------------------------------------------
 
-    def complete(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        answer = self.http.post("/v1/completions", json=greedy(prompt, num_tokens))
+    def complete(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+        answer = self.http.post("/v1/completions", json=greedy(prompt, num_tokens) | more)
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {answer.text}")
         body: dict[str, Any] = answer.json()
@@ -187,9 +196,9 @@ class ServedEngine:
         return tokens
 
     @contextmanager
-    def stream(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
+    def stream(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> Iterator[Iterator[dict[str, Any]]]:
         """The events of a streamed completion, one by one; closed early, the request is cancelled."""
-        body = greedy(prompt, num_tokens) | {"stream": True}
+        body = greedy(prompt, num_tokens) | {"stream": True} | more
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             yield (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {"))

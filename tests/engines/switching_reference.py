@@ -42,11 +42,22 @@ class Answer(NamedTuple):
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> "Answer":
         """A whole response of one choice, with token ids."""
-        choice = body["choices"][0]
-        spans = [Span(**span) for span in choice["weight_versions"]]
-        logprobs = (choice["logprobs"] or {}).get("token_logprobs", [])
-        tokens = [token for token in choice["completion_token_ids"] if token >= 0]
-        return cls(choice["prompt_token_ids"], tokens, logprobs, spans, choice["finish_reason"])
+        return cls.of_events([body])
+
+    @classmethod
+    def of_events(cls, events: Sequence[Mapping[str, Any]]) -> "Answer":
+        """The same from a stream, which must have come to its end. ValueError: it ended in an error."""
+        if "error" in events[-1]:
+            raise ValueError(f"after {len(events) - 1} chunks: {events[-1]['error']}")
+        choices = [event["choices"][0] for event in events]
+        tokens = [token for choice in choices for token in choice.get("completion_token_ids", ())]
+        logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+        last = choices[-1]
+        spans = [Span(**span) for span in last["weight_versions"]]
+        stamps = [choice["weight_version"] for choice in choices if "weight_version" in choice]
+        if stamps and stamps != [span.version for span in spans for _ in range(span.start, span.end)]:
+            raise ValueError(f"chunks say {stamps}, and in the end it is {spans}")
+        return cls(last["prompt_token_ids"], tokens, logprobs, spans, last["finish_reason"])
 
 
 class SwitchingLlama:

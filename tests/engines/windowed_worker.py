@@ -1,9 +1,11 @@
 """The engine's own worker with a window: whoever connects is told where the bound parameters lie.
 
 So a test can read, or flip, their bytes from outside, and need not believe what the engine says about itself. The
-window is the abstract socket $WINDOW.RANK; the answer is JSON: name -> [address, bytes].
+window is the abstract socket $WINDOW.RANK; the answer is JSON: name -> [address, bytes]. With $POISON, memory that the
+engine gave back is NaN (poison.py).
 """
 
+import math
 import os
 import socket
 import sys
@@ -15,6 +17,10 @@ import msgspec
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from fastdeploy_rl.engines.embedded import rank, worker
+
+from poison import PoisonedArenas
+
+from fastdeploy_rl import manager
 
 
 class WindowedRunner(rank.EmbeddedRunner):
@@ -35,6 +41,16 @@ class WindowedRunner(rank.EmbeddedRunner):
         )
 
 
+class PoisonedRunner(WindowedRunner):
+    def rebuild_kv_cache(self, content_digest: str) -> None:
+        if self._cache.num_bytes:
+            for layer in self._cache.layers:
+                layer.slots[:] = math.nan
+        super().rebuild_kv_cache(content_digest)
+
+
 if __name__ == "__main__":
-    rank.EmbeddedRunner = WindowedRunner
+    rank.EmbeddedRunner = PoisonedRunner if os.environ.get("POISON") else WindowedRunner
+    if os.environ.get("POISON"):
+        manager.ArenaPair = PoisonedArenas
     sys.exit(worker.main())

@@ -1,6 +1,7 @@
 """The complete version a rank holds: where its bytes are, what they sum to, and what keeps the memory alive.
 
-Owns the release of that memory. Invariant: a LiveWeights is complete; there is none for half a version.
+Owns the release of that memory, also of a version that sleeps. Invariant: a LiveWeights is complete; there is none for
+half a version.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from fastdeploy_rl._native import Mapping, Place, Region, transfer
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.errors import ChecksumMismatchError
 from fastdeploy_rl.memory.arena import ArenaPair
+from fastdeploy_rl.memory.host_copy import HostCopy
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.sources.base import StagedSource
 from fastdeploy_rl.version import WeightVersion
@@ -46,6 +48,22 @@ class LiveWeights:
         if self.staged is not None:
             self.staged.release()
             self.staged = None
+
+
+@dataclass
+class OffloadedWeights:
+    """A complete version that no parameter is bound to: its bytes in host memory, and what they must sum up to when
+    they come back. Fields as in LiveWeights."""
+
+    version: WeightVersion
+    content_digest: str
+    read: dict[str, Fletcher4]
+    live: dict[str, Fletcher4]
+    copy: HostCopy
+
+    def release(self) -> None:
+        """Gives the memory back; the version is gone then. A second release does nothing."""
+        self.copy.release()
 
 
 def whole(view: TensorView) -> Region:

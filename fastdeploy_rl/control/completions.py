@@ -21,7 +21,7 @@ from fastdeploy_rl.control.generation import (
     Tokenizer,
 )
 from fastdeploy_rl.control.metrics import EngineMetrics
-from fastdeploy_rl.control.openai_format import Choice, Json, LoggedToken, ResponseFormat, Usage, error_body
+from fastdeploy_rl.control.openai_format import ABORTED, Choice, Json, LoggedToken, ResponseFormat, Usage, error_body
 from fastdeploy_rl.control.openai_schema import DEFAULT_COMPLETION_TOKENS, Body, ChatBody
 from fastdeploy_rl.control.text_stream import TextStream, TokenText
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, RequestError, UnknownModelError
@@ -63,7 +63,7 @@ class CompletionService:
             wants_token_ids=body.return_token_ids,
             wants_stream_usage=body.wants_stream_usage,
         )
-        return RunningCompletion(self, requests, response, body.stop_strings, sum(map(len, prompts)))
+        return RunningCompletion(self, requests, response, body.stop_strings, body.num_choices)
 
     def _check_num_choices(self, num_prompts: int, num_choices: int) -> None:
         wanted = num_prompts * num_choices
@@ -100,6 +100,9 @@ class CompletionService:
             sampling=sampling,
             ignore_eos=body.ignore_eos,
             num_logprobs=body.num_logprobs,
+            min_version=body.min_weight_version or "",
+            max_staleness=self.defaults.max_staleness if body.max_staleness is None else body.max_staleness,
+            version_wait_s=body.weight_version_wait_s or 0.0,
         )
 
     def _max_tokens(self, body: Body, prompt_length: int) -> int:
@@ -132,6 +135,12 @@ class RunningChoice:
 
     def take(self, token: GeneratedToken) -> None:
         """Adds a token, the text that became final with it, and how it ended if it did."""
+        if token.finish_reason == ABORTED:
+            self.done.abort(token.abort_reason, self._text.finish())
+        else:
+            self._take_token(token)
+
+    def _take_token(self, token: GeneratedToken) -> None:
         done = self.done
         is_end = token.finish_reason == "stop" and token.token_id in self._tokenizer.eos_token_ids
         text = "" if is_end else self._text.push(token.token_id)
@@ -161,12 +170,12 @@ class RunningCompletion:
         requests: list[GenerationRequest],
         response: ResponseFormat,
         stop: list[str],
-        num_prompt_tokens: int,
+        choices_per_prompt: int,
     ) -> None:
         self._service = service
         self._requests = requests
         self._response = response
-        self._num_prompt_tokens = num_prompt_tokens
+        self._choices_per_prompt = choices_per_prompt
         self._generation: Generation | None = None
         self._choices = [
             RunningChoice(service.tokenizer, stop, Choice(index, request.token_ids))
@@ -224,6 +233,8 @@ class RunningCompletion:
             yield DONE
 
     def _chunks(self, choice: Choice) -> bytes:
+        if choice.finish_reason == ABORTED:
+            return _event(self._response.closing(choice))  # it ended between two tokens
         chunks = _event(self._response.chunk(choice))
         return chunks + _event(self._response.closing(choice)) if choice.finish_reason else chunks
 
@@ -253,7 +264,14 @@ class RunningCompletion:
         return choice.done
 
     def _usage(self) -> Usage:
-        return Usage(self._num_prompt_tokens, sum(len(choice.done.tokens) for choice in self._choices))
+        """A prompt's first choice tells what was cached of it: the others find what that one left."""
+        done = [choice.done for choice in self._choices]
+        firsts = done[:: self._choices_per_prompt]
+        return Usage(
+            prompt_tokens=sum(len(choice.prompt_token_ids) for choice in firsts),
+            completion_tokens=sum(len(choice.tokens) for choice in done),
+            cached_tokens=sum(choice.num_cached for choice in firsts),
+        )
 
     def _observe(self, unfinished: str) -> None:
         """`unfinished`: what became of the choices that have not ended by themselves."""

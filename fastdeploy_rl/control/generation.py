@@ -32,7 +32,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """What a request gets where it is silent. `max_tokens` None leaves it to the route."""
+    """What a request gets where it is silent. `max_tokens` None leaves it to the route; `max_staleness` None lets it
+    begin however far the live version is behind the newest one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -40,6 +41,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
+    max_staleness: int | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

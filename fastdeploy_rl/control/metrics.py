@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from fastdeploy_rl.control.generation import EngineLoad
-from fastdeploy_rl.lifecycle import Admission
+from fastdeploy_rl.lifecycle import Admission, Residency
 from fastdeploy_rl.report import EngineStatus, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,6 +44,21 @@ class EngineMetrics:
             buckets=_STEP_BUCKETS,
             registry=self._registry,
         )
+        self._recaptured = Counter(
+            f"{prefix}_graphs_recaptured", "Graphs captured anew, by command", ["kind"], registry=self._registry
+        )
+        self._residency = Gauge(
+            f"{prefix}_residency", "1 for where the memory of a tag is", ["tag", "state"], registry=self._registry
+        )
+        self._paused = Gauge(f"{prefix}_paused", "1 while somebody paused the engine", registry=self._registry)
+        self._prefix_pages = Counter(
+            f"{prefix}_prefix_cache_pages",
+            "Pages of prompts that the prefix cache had, had not, or had only under other weights",
+            ["result"],
+            registry=self._registry,
+        )
+        self._graphs = Counter(f"{prefix}_graphs", "Graphs by what was done", ["event"], registry=self._registry)
+        self._counted = EngineLoad()
         self._bytes = Counter(f"{prefix}_weight_bytes", "Weight bytes taken over", ["apply"], registry=self._registry)
         self._requests = Counter(
             f"{prefix}_requests", "Requests by how they ended", ["result"], registry=self._registry
@@ -66,6 +81,7 @@ class EngineMetrics:
             self._step_seconds.labels(step).observe(seconds)
         self._bytes.labels("aliased").inc(report.aliased_bytes)
         self._bytes.labels("copied").inc(report.copied_bytes)
+        self._recaptured.labels(report.kind).inc(report.graphs_captured)
 
     def observe_request(self, result: str, *, prompt_tokens: int, completion_tokens: int) -> None:
         """`result`: "stop", "length", "abort", "cancel" or "refused"."""
@@ -80,6 +96,10 @@ class EngineMetrics:
             self._weights.labels(status.version, status.content_digest).set(1)
         for state in Admission:
             self._admission.labels(state.value).set(state.value == status.admission)
+        for tag, residency in status.residency.items():
+            for place in Residency:
+                self._residency.labels(tag, place.value).set(place.value == residency)
+        self._paused.set(status.is_paused)
         for rank in status.ranks:
             age_s = math.inf if rank.heartbeat_age_s is None else rank.heartbeat_age_s
             self._heartbeat_age.labels(str(rank.rank)).set(age_s)
@@ -87,7 +107,21 @@ class EngineMetrics:
         self._requests_now.labels("waiting").set(load.num_waiting)
         self._kv_pages.labels("free").set(load.num_free_pages)
         self._kv_pages.labels("held").set(load.num_pages - load.num_free_pages)
+        self._count(load)
         return generate_latest(self._registry)
+
+    def _count(self, load: EngineLoad) -> None:
+        """Adds what came since the last time. After rank 0 was started again its counts are smaller, from 0 on."""
+        before, self._counted = self._counted, load
+        for counter, field in (
+            (self._prefix_pages.labels("hit"), "num_prefix_hits"),
+            (self._prefix_pages.labels("miss"), "num_prefix_misses"),
+            (self._prefix_pages.labels("refused"), "num_prefix_refusals"),
+            (self._graphs.labels("captured"), "num_graphs_captured"),
+            (self._graphs.labels("replayed"), "num_graph_replays"),
+        ):
+            old, new = getattr(before, field), getattr(load, field)
+            counter.inc(new - old if new >= old else new)
 
 
 def _steps(report: UpdateReport) -> Iterator[tuple[str, float]]:

@@ -1,9 +1,11 @@
 """OpenAI's completion responses: whole ones and the chunks of a stream.
 
 Owns the names of the JSON; refuses to know HTTP, engines and tokenizers. Beyond OpenAI's fields every choice carries
-`weight_versions`: spans over its tokens, each made by one version of the weights (in a stream each chunk carries its
-token's `weight_version`, and the last of a choice the spans), and token ids where they were asked for. A response of
-one choice also has its `weight_versions` at the top.
+`weight_versions`: spans over its tokens, each made by one version of the weights, and token ids where they were asked
+for. In a stream each chunk carries the span of its token (none in one that brings no token) and its `weight_version`,
+and the last of a choice, which has its `finish_reason`, all spans of that choice. A response of one choice also has its
+`weight_versions` at the top. A choice that somebody ended in order has finish reason "abort", what it has so far, and
+an `abort_reason`.
 """
 
 import time
@@ -12,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastdeploy_rl.control.generation import GeneratedToken, version_spans
+from fastdeploy_rl.control.generation import GeneratedToken, VersionSpan, version_spans
 from fastdeploy_rl.errors import AuthenticationError, FastDeployRLError, RequestError
+from fastdeploy_rl.report import EngineStatus
 
 Json = dict[str, Any]
+ABORTED = "abort"
+"""Finish reason of what ended before its end."""
 
 
 class LoggedToken(NamedTuple):
@@ -29,8 +34,8 @@ class LoggedToken(NamedTuple):
 
 @dataclass
 class Choice:
-    """What has been generated of one choice so far. `pieces[i]` is the text that
-    became final with token i; the last one also holds the rest."""
+    """What has been generated of one choice so far. `pieces[i]` is the text that became final with token i; the last
+    one also holds the rest, unless the choice was aborted: then `rest` does."""
 
     index: int
     prompt_token_ids: list[int]
@@ -38,10 +43,21 @@ class Choice:
     logged: list[LoggedToken] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str = ""
+    abort_reason: str = ""
+    rest: str = ""
+
+    def abort(self, reason: str, rest: str) -> None:
+        """It has no further token; `rest` is the text that was held back so far."""
+        self.finish_reason, self.abort_reason, self.rest = ABORTED, reason, rest
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.pieces) + self.rest
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
+        return self.tokens[0].num_cached if self.tokens else 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -56,9 +72,15 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     def as_json(self) -> Json:
-        return self._asdict() | {"total_tokens": self.prompt_tokens + self.completion_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(frozen=True)
@@ -98,19 +120,20 @@ class ResponseFormat:
         """The chunk before any text; only a chat has one."""
         if not self.is_chat:
             return None
-        return self._chunk(
-            {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        )
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk({"index": choice.index, "delta": delta, "finish_reason": None, "weight_versions": []})
 
     def chunk(self, choice: Choice) -> Json:
         """The newest token and the text that became final with it."""
         token, text = choice.tokens[-1], choice.pieces[-1]
+        span = VersionSpan(token.version, len(choice.tokens) - 1, len(choice.tokens))
         content: Json = {"delta": {"content": text}} if self.is_chat else {"text": text}
         body = content | {
             "index": choice.index,
             "finish_reason": None,
             "logprobs": self._logprobs(choice.logged[-1:]),
             "weight_version": token.version,
+            "weight_versions": [span._asdict()],
         }
         if self.wants_token_ids:
             body["completion_token_ids"] = [token.token_id]
@@ -118,13 +141,9 @@ class ResponseFormat:
 
     def closing(self, choice: Choice) -> Json:
         """The last chunk of a choice: why it ended, and which versions made it."""
-        content: Json = {"delta": {}} if self.is_chat else {"text": ""}
-        body = content | {
-            "index": choice.index,
-            "finish_reason": choice.finish_reason,
-            "logprobs": None,
-            "weight_versions": choice.weight_versions(),
-        }
+        delta = {"content": choice.rest} if choice.rest else {}
+        content: Json = {"delta": delta} if self.is_chat else {"text": choice.rest}
+        body = content | _ending(choice) | {"logprobs": None}
         if self.wants_token_ids:
             body["prompt_token_ids"] = choice.prompt_token_ids
         return self._chunk(body) | self._top_versions(choice)
@@ -140,12 +159,7 @@ class ResponseFormat:
         content: Json = (
             {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
         )
-        body = content | {
-            "index": choice.index,
-            "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs(choice.logged),
-            "weight_versions": choice.weight_versions(),
-        }
+        body = content | _ending(choice) | {"logprobs": self._logprobs(choice.logged)}
         if self.wants_token_ids:
             body |= {"prompt_token_ids": choice.prompt_token_ids, "completion_token_ids": choice.token_ids}
         return body
@@ -165,6 +179,26 @@ class ResponseFormat:
     def _envelope(self, choices: list[Json], *, is_chunk: bool) -> Json:
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _ending(choice: Choice) -> Json:
+    """What a whole choice says and the last chunk of one."""
+    ending: Json = {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "weight_versions": choice.weight_versions(),
+    }
+    return ending | ({"abort_reason": choice.abort_reason} if choice.abort_reason else {})
+
+
+def model_card(name: str, created: int, status: EngineStatus, max_model_len: int) -> Json:
+    """An entry of /v1/models, with what is live: version and proof, since when, and how it came."""
+    card = {"id": name, "object": "model", "created": created, "owned_by": "fastdeploy_rl"}
+    live = {"weight_version": status.version, "content_digest": status.content_digest}
+    told = ("receipt_digest", "live_since", "source", "apply_mode", "newest_version")
+    state = ("residency", "asleep", "is_paused")
+    more = {field: getattr(status, field) for field in (*told, *state)}
+    return card | live | more | {"max_model_len": max_model_len}
 
 
 def error_body(error: Exception) -> Json:

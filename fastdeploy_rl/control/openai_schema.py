@@ -2,7 +2,8 @@
 
 Owns names, bounds and defaults of the JSON; refuses to know HTTP and engines. Invariant: what is not supported is
 refused by name, never ignored; a field at the value that changes nothing, or null, is accepted. Beyond OpenAI's fields
-there are vLLM's `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `return_token_ids`.
+there are vLLM's `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and `return_token_ids`, and this engine's own
+`min_weight_version`, `max_staleness` and `weight_version_wait_s`.
 """
 
 import re
@@ -11,12 +12,14 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from fastdeploy_rl.control.generation import MAX_STOP_STRINGS, GenerationDefaults, SamplingOptions
-from fastdeploy_rl.errors import RequestError
+from fastdeploy_rl.errors import RequestError, VersionFormatError
+from fastdeploy_rl.version import WeightVersion
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CHOICES = 128
 """`n` of one prompt, as with OpenAI."""
 MAX_LOGIT_BIASES = 1024
+MAX_VERSION_WAIT_S = 3600
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat completion may fill the context by default."""
 
@@ -48,6 +51,10 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False
+    # On which weights it may begin, and how long it waits for such.
+    min_weight_version: str | None = None
+    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    weight_version_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_VERSION_WAIT_S)] | None = None
     # Who asks and what for: nothing here depends on it.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -180,6 +187,7 @@ def _decode(data: bytes, kind: type[_BodyT]) -> _BodyT:
         raise RequestError("`stream_options` is for `stream` = true", param="stream_options")
     _check_stop(body.stop_strings)
     _check_bias(body.logit_bias or {})
+    _check_version(body.min_weight_version)
     return body
 
 
@@ -206,6 +214,14 @@ def _check_bias(bias: dict[str, float]) -> None:
     odd = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)]
     if odd:
         raise RequestError(f"`logit_bias` is for token ids, got {odd[0]!r:.40}", param="logit_bias")
+
+
+def _check_version(text: str | None) -> None:
+    try:
+        if text:
+            WeightVersion.parse(text)
+    except VersionFormatError as error:
+        raise RequestError(f"`min_weight_version`: {error}", param="min_weight_version") from error
 
 
 def _given(asked: _ValueT | None, default: _ValueT) -> _ValueT:

@@ -22,9 +22,10 @@ from fastdeploy_rl.errors import (
     RequestError,
     StepFailedError,
 )
-from fastdeploy_rl.lifecycle import LegacyStatus
+from fastdeploy_rl.lifecycle import LegacyStatus, UpdatePhase
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, UpdateReport
+from fastdeploy_rl.update.client_commands import AwaitedCommands, ClientCommand
 from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
@@ -35,8 +36,7 @@ _ResultT = TypeVar("_ResultT")
 class WeightsClient(Protocol):
     """Commands to an engine, blocking; the errors of the tree. One command at a time."""
 
-    def update(self, version: str | None = None, *, deadline_s: float, force: bool = False) -> UpdateReport: ...
-    def clear(self, *, deadline_s: float) -> UpdateReport: ...
+    def carry_out(self, command: ClientCommand) -> UpdateReport: ...
     def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt: ...
 
 
@@ -57,10 +57,11 @@ class LegacyAnswer(NamedTuple):
     message: str
 
 
-class WeightsService:
-    """The commands of one engine; `close` gives the threads back."""
+class WeightsService(AwaitedCommands):
+    """The commands of one engine; `close` gives the threads back. `has_checksums`: it checks what it takes over."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, *, has_checksums: bool = True) -> None:
+        self.has_checksums = has_checksums
         self._board = board
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="board-status")
         self._commanders = ThreadPoolExecutor(MAX_COMMANDS, thread_name_prefix="board-command")
@@ -73,19 +74,16 @@ class WeightsService:
 
     async def check_serving(self) -> None:
         """NotServingError with the reason while the engine refuses requests."""
+        _check_serving(await self.status())
+
+    async def check_may_wait(self) -> None:
+        """As `check_serving`, but for an engine that serves again when its present update is done."""
         status = await self.status()
-        if not status.is_serving:
-            raise NotServingError(status.reason or f"the engine is {status.admission}")
+        if status.update == UpdatePhase.IDLE.value or status.is_paused or status.asleep:
+            _check_serving(status)
 
-    async def update(self, version: str | None, *, deadline_s: float, force: bool = False) -> UpdateReport:
-        checked_deadline(deadline_s)
-        return await self._command(
-            CommandKind.UPDATE, lambda client: client.update(version, deadline_s=deadline_s, force=force)
-        )
-
-    async def clear(self, *, deadline_s: float) -> UpdateReport:
-        checked_deadline(deadline_s)
-        return await self._command(CommandKind.CLEAR, lambda client: client.clear(deadline_s=deadline_s))
+    async def carry_out(self, command: ClientCommand) -> UpdateReport:
+        return await self._command(command.kind, lambda client: client.carry_out(command))
 
     async def receipt(self, *, recompute: bool, deadline_s: float) -> Receipt:
         checked_deadline(deadline_s)
@@ -166,6 +164,11 @@ class WeightsService:
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._commanders.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_serving(status: EngineStatus) -> None:
+    if not status.is_serving:
+        raise NotServingError(status.reason or f"the engine is {status.admission}")
 
 
 async def _legacy_outcome(command: Awaitable[UpdateReport], done: str) -> LegacyAnswer:

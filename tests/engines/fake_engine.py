@@ -4,6 +4,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
+from fastdeploy_rl.config import KEEP
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import (
     EngineLoad,
@@ -16,8 +19,10 @@ from fastdeploy_rl.control.http_app import EngineFace
 from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.control.weights_service import WeightsService
 from fastdeploy_rl.errors import FastDeployRLError, OverloadedError
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.receipt import Receipt
-from fastdeploy_rl.report import EngineStatus, RankReport, RankStatus, StepReport, UpdateReport
+from fastdeploy_rl.report import CommandKind, EngineStatus, RankReport, RankStatus, StepReport, UpdateReport
+from fastdeploy_rl.update.client_commands import ClientCommand
 
 END = 0
 MODEL = "bytes"
@@ -45,7 +50,7 @@ class ScriptedEngine:
     max_model_len = 64
     vocab_size = 256
     max_requests = 6
-    load = EngineLoad(1, 2, 3, 10)
+    load = EngineLoad(1, 2, 3, 10, 4, 5, 6, 7, 8)
 
     def check_admitting(self) -> None:
         """It always does."""
@@ -122,6 +127,24 @@ class AbortingEngine(ScriptedEngine):
         yield GeneratedToken(-1, "", None, "abort", "weights were cleared")
 
 
+class PausingEngine(ScriptedEngine):
+    """Ends every request in order after `switch_at` tokens, as a pause does."""
+
+    def script(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
+        for token_id in self.answer[: self.switch_at]:
+            yield token(request, token_id, "1.1")
+        yield GeneratedToken(-1, "", finish_reason="abort", abort_reason="the engine was paused")
+
+
+class CachingEngine(ScriptedEngine):
+    """Has some of each prompt in its prefix cache: one token of the first request, two of the second, ..."""
+
+    def script(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
+        number = self.requests.index(request) + 1
+        for index, made in enumerate(super().script(request)):
+            yield msgspec.structs.replace(made, num_cached=0 if index else number)
+
+
 class FullEngine(ScriptedEngine):
     """Has no room."""
 
@@ -130,7 +153,8 @@ class FullEngine(ScriptedEngine):
 
 
 class ScriptedBoard:
-    """A board whose commands end as `outcome` says; `gate` holds them back while it is unset."""
+    """A board whose commands end as `outcome` says; `gate` holds them back while it is unset. It keeps account of who
+    paused it and of what sleeps; an update changes nothing."""
 
     def __init__(self) -> None:
         self.legacy_status = "NORMAL"
@@ -140,30 +164,52 @@ class ScriptedBoard:
         self.gate.set()
         self.begun = threading.Event()
         self.calls: list[tuple[object, ...]] = []
+        self.is_paused = False
+        self.asleep: dict[Tag, str] = {}
+        self.phase = "idle"
+        self.source, self.newest_version = "ipc", "1.1"
 
     def status(self) -> EngineStatus:
-        is_serving = self.legacy_status == "NORMAL"
+        is_live = self.legacy_status == "NORMAL"
+        is_serving = is_live and not self.is_paused and not self.asleep
+        away = "it is paused" if self.is_paused else f"{', '.join(tag.value for tag in self.asleep)} asleep"
         return EngineStatus(
             port=8182,
             admission="serving" if is_serving else "paused",
-            update="idle",
-            version="1.1" if is_serving else "",
+            update=self.phase,
+            version="1.1" if is_live else "",
             content_digest="c0",
             legacy_status=self.legacy_status,
             is_serving=is_serving,
-            reason="" if is_serving else self.reason or "the engine is cleared",
+            reason="" if is_serving else self.reason or (away if is_live else "the engine is cleared"),
             commands_done=len(self.calls),
             ranks=[
                 RankStatus(rank=0, pid=1, phase="idle", command=0, version="1.1", heartbeat_age_s=0.1),
                 RankStatus(rank=1, pid=0, phase="starting", command=0, version="", heartbeat_age_s=None),
             ],
+            residency={tag.value: self.asleep.get(tag, "resident") for tag in Tag},
+            asleep=[tag.value for tag in self.asleep],
+            is_paused=self.is_paused,
+            live_since="2026-11-30T23:59:59.000Z",
+            source=self.source,
+            apply_mode="alias",
+            receipt_digest="c0",
+            newest_version=self.newest_version,
         )
 
-    def update(self, version: str | None = None, *, deadline_s: float, force: bool = False) -> UpdateReport:
-        return self._command("update", version, deadline_s, *(["force"] if force else []))
-
-    def clear(self, *, deadline_s: float) -> UpdateReport:
-        return self._command("clear", deadline_s)
+    def carry_out(self, command: ClientCommand) -> UpdateReport:
+        """What is asked for stands in `calls`: the kind, its words, the deadline, and what else an update was told."""
+        made = self._command(command.kind.name.lower(), *_words(command))
+        tags = command.options.tags
+        if command.kind in (CommandKind.PAUSE, CommandKind.RESUME):
+            self.is_paused = command.kind is CommandKind.PAUSE
+        elif command.kind is CommandKind.SLEEP:
+            is_kept = command.options.level == 1
+            self.asleep |= {tag: "offloaded" if is_kept and tag is Tag.WEIGHT else "dropped" for tag in tags}
+        elif command.kind is CommandKind.WAKE:
+            self.asleep = {tag: place for tag, place in self.asleep.items() if tag not in tags}
+            self.is_paused = self.is_paused and bool(self.asleep)
+        return made
 
     def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt:
         self._command("receipt", recompute, deadline_s)
@@ -185,12 +231,30 @@ class ScriptedBoard:
         return report(len(self.calls), kind)
 
 
+def _words(command: ClientCommand) -> list[object]:
+    options = command.options
+    tags = ",".join(tag.value for tag in Tag if tag in options.tags)
+    ends = [options.in_flight, options.on_timeout]
+    extra = ["force"] * command.is_forced + [word for word in (options.kv, options.in_flight) if word not in ("", KEEP)]
+    words: dict[CommandKind, list[object]] = {
+        CommandKind.UPDATE: [command.version or None],
+        CommandKind.PAUSE: ends,
+        CommandKind.SLEEP: [tags, options.level, *ends],
+        CommandKind.WAKE: [tags, options.kv],
+    }
+    return [*words.get(command.kind, []), command.deadline_s, *(extra if command.kind is CommandKind.UPDATE else [])]
+
+
 def report(command: int, kind: object) -> UpdateReport:
-    rank = RankReport(rank=0, steps=[StepReport("install", 0.01, 5)], apply_mode="alias", aliased_bytes=5)
+    rank = RankReport(
+        rank=0, steps=[StepReport("install", 0.01, 5)], apply_mode="alias", aliased_bytes=5, graphs_captured=2
+    )
     return UpdateReport(command, str(kind), "done", "1.2", "1.1", 0.2, 0.1, [rank])
 
 
-def make_face(engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL) -> EngineFace:
+def make_face(
+    engine: ScriptedEngine, board: ScriptedBoard, defaults: GenerationDefaults = NEUTRAL, *, has_checksums: bool = True
+) -> EngineFace:
     metrics = EngineMetrics()
     completions = CompletionService(engine, ByteTokenizer(), metrics, MODEL, defaults)
-    return EngineFace(completions, WeightsService(board), metrics)
+    return EngineFace(completions, WeightsService(board, has_checksums=has_checksums), metrics)

@@ -70,7 +70,8 @@ def test_completion_has_text_usage_and_the_versions_that_made_it(client: Client)
     body = client.post("/v1/completions", completion()).json()
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Paris", "stop")
-    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13} | cached
     assert choice["logprobs"] is None
     assert client.engine.requests[0].num_logprobs is None
     assert body["weight_versions"] == choice["weight_versions"]
@@ -113,7 +114,8 @@ def test_choices_and_prompts_are_numbered_through_and_each_prompt_counts_once(cl
     body = client.post("/v1/completions", completion(prompt=["ab", "cde"], n=2, seed=7, return_token_ids=True)).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [bytes(choice["prompt_token_ids"]) for choice in body["choices"]] == [b"ab", b"ab", b"cde", b"cde"]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29} | cached
     assert [request.sampling.seed for request in client.engine.requests] == [7, 8, 7, 8]
     assert "weight_versions" not in body
     assert all(len(choice["weight_versions"]) == 2 for choice in body["choices"])

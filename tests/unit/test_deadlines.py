@@ -75,7 +75,7 @@ SPOKEN = {
     ("control/async_board.py", "answer.result()"): ENDED,
     ("control/async_board.py", "asyncio.wait([answer])"): "the client in the thread keeps to the deadline of its call",
     ("control/weights_service.py", "answer.exception()"): ENDED,
-    ("control/http_app.py", "request.receive()"): "beside an answer, until its client has it or is gone",
+    ("control/completion_routes.py", "request.receive()"): "beside an answer, until its client has it or is gone",
     (
         "control/weights_service.py",
         "asyncio.shield(answer)",

@@ -361,7 +361,7 @@ class _Engine:
         if self._client is None:
             raise PeerLostError("no worker to serve for")
         metrics = EngineMetrics()
-        weights = WeightsService(_EngineBoard(board))
+        weights = WeightsService(_EngineBoard(board), has_checksums=self._config.has_checksums)
         completions = CompletionService(self._client, model.tokenizer, metrics, model.name, model.defaults)
         face = EngineFace(completions, weights, metrics)
         server = _Server(

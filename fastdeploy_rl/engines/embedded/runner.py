@@ -76,7 +76,9 @@ class EmbeddedRunner:
         shape = _cache_shape(self.config, num_ranks, num_pages)
         self._cache, self._kv_bytes = KVCache(shape), shape.num_bytes
         limits = self._scheduler_limits(max_num_seqs, max_step_tokens)
-        self._scheduler = Scheduler(limits, PageAllocator(num_pages)) if rank == 0 else None
+        self._scheduler: Scheduler | None = None
+        if rank == 0:
+            self._scheduler = Scheduler(limits, PageAllocator(num_pages), has_prefix_cache=has_prefix_cache)
         sizes = range(1, max_num_seqs + 1) if graph_batch_sizes is None else graph_batch_sizes
         self._graphs: GraphPool[StepInputs, Floats] = GraphPool(self._capture, sizes)
         self._bound: dict[str, TensorView] = {}
@@ -128,18 +130,16 @@ class EmbeddedRunner:
             self._scheduler.abort_all(reason, is_fault=is_fault, begun=begun)
 
     def drop_kv_cache(self) -> None:
-        self._preempt_all()
+        if self._scheduler is not None:
+            self._scheduler.preempt_all()
         self._graphs.note_bound(None)  # a graph keeps the cache that it was captured with
         self._cache.drop()
 
     def rebuild_kv_cache(self, content_digest: str) -> None:
-        self._preempt_all()
-        self._cache.rebuild(content_digest)
-        self._note_addresses()
+        self._use_weights(content_digest, keeps_kv=False)
 
     def keep_kv_cache(self, content_digest: str) -> None:
-        self._cache.rebuild(content_digest)
-        self._note_addresses()
+        self._use_weights(content_digest, keeps_kv=True)
 
     def recapture_graphs(self) -> int:
         """Captures nothing while weights or cache are not there: steps run without graphs then."""
@@ -213,9 +213,11 @@ class EmbeddedRunner:
     def _ledger_of(self, views: Mapping[str, TensorView]) -> AddressLedger:
         return AddressLedger.of(views, Address("KV cache", self._cache.address, self._kv_bytes, "F32"))
 
-    def _preempt_all(self) -> None:
+    def _use_weights(self, content_digest: str, *, keeps_kv: bool) -> None:
         if self._scheduler is not None:
-            self._scheduler.preempt_all()
+            self._scheduler.use_weights(content_digest, keeps_kv=keeps_kv)
+        self._cache.rebuild(content_digest)
+        self._note_addresses()
 
     def _scheduler_limits(self, max_num_seqs: int, max_step_tokens: int) -> SchedulerLimits:
         if max_num_seqs < 1 or max_step_tokens < 1:

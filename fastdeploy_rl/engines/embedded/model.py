@@ -9,7 +9,6 @@ thousand of them, and their argument checks in Python cost as much as the small 
 """
 
 import ctypes
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,8 +28,6 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
 Tensor: TypeAlias = paddle.Tensor
-Place: TypeAlias = tuple[int, tuple[int, ...]]
-"""Address and shape."""
 ops: Any = paddle._C_ops
 
 
@@ -113,7 +110,6 @@ class DecoderModel:
         self._num_kv_heads = config.num_key_value_heads // num_ranks
         self._first_token = rank * (config.padded_vocab_size(num_ranks) // num_ranks)
         self._parameters: Parameters | None = None
-        self._tensors: weakref.WeakValueDictionary[Place, Tensor] = weakref.WeakValueDictionary()
         self._cosines, self._sines = _rotary_tables(config, num_positions)
         self._swap_halves = _swap_halves_matrix(config.head_dim)
 
@@ -121,7 +117,7 @@ class DecoderModel:
         """Replaces every parameter; a head without a view of its
         own is the embedding. Nothing is bound when it fails."""
         self.unbind()
-        tensors = self._tensors_of({HEAD: views[EMBEDDING], **views})
+        tensors = {name: paddle_view.tensor(view) for name, view in {HEAD: views[EMBEDDING], **views}.items()}
         self._parameters = Parameters(
             embedding=views[EMBEDDING].numpy(),
             layers=tuple(
@@ -151,18 +147,6 @@ class DecoderModel:
         if not inputs.logit_rows:
             return np.empty((0, self._config.vocab_size), np.float32)
         return self._logits(hidden, inputs.logit_rows, buffers.parameters)
-
-    def _tensors_of(self, views: Mapping[str, TensorView]) -> dict[str, Tensor]:
-        """One tensor for each place: parameters that were published as one memory share it, and a graph that was
-        captured there may have it still."""
-        tensors = {}
-        for name, view in views.items():
-            place = (view.mapping.address + view.offset, view.shape)
-            tensor = self._tensors.get(place)
-            if tensor is None:
-                tensor = self._tensors[place] = paddle_view.tensor(view)
-            tensors[name] = tensor
-        return tensors
 
     def _embed(self, token_ids: npt.NDArray[np.int64], rows: Floats) -> Tensor:
         if self._collectives is None:

@@ -1,9 +1,9 @@
 """The bytes of tensors in host memory that no process has mapped, for as long as nobody needs them.
 
-On a machine without a GPU this stands for the pinned host memory that weights of a GPU would be offloaded to: here both
-are the same memory, so what is gained is not bytes of the machine but that the rank lets go of its own (its resident
-size really falls), of leases and of published memory. Owns a memfd, which is sealed against other sizes; refuses to know
-whose bytes they are. Invariant: between `save` and `load` nothing is mapped, and an error leaves nothing behind."""
+On a machine without a GPU this stands for the pinned host memory that weights of a GPU would be offloaded to. Here both
+are the same memory, so what is gained is no room on the machine, but that the rank lets go of its own (its resident
+size really falls), of leases and of published memory. Owns a memfd, sealed against other sizes. Refuses to know whose
+bytes they are. Invariant: between `save` and `load` nothing is mapped, and an error leaves nothing behind."""
 
 import fcntl
 import os
@@ -86,8 +86,9 @@ def _move(
 ) -> dict[str, Fletcher4]:
     """Copies each tensor to the one of its name and sums it up; unmaps `mapped`, in which one side lies, whatever
     happens."""
-    regions = [_region(source, targets[name]) for name, source in sources.items()]
+    regions: list[Region] = []
     try:
+        regions += [_region(source, targets[name]) for name, source in sources.items()]
         results = transfer(regions, num_threads)
     finally:
         regions.clear()  # a failure's frames must not keep the memory mapped

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.control.generation import GenerationRequest, SamplingOptions
+from fastdeploy_rl.control.generation import EngineLoad, GenerationRequest, SamplingOptions
 from fastdeploy_rl.engines.embedded.loop import Follower, Leader, StepMessage
 from fastdeploy_rl.engines.embedded.messages import FrameDecoder, FromWorker, Start, Stop, WorkerSocket, encode
 from fastdeploy_rl.engines.embedded.page_allocator import PageAllocator
@@ -57,6 +57,10 @@ class Model:
     def accept(self, step: Step, logits: None) -> None:
         self.scheduler.accept(step, lambda item, row: SampledToken(7, None), "1.1")
 
+    @property
+    def engine_load(self) -> EngineLoad:
+        return self.scheduler.load
+
     def abort_requests(self, reason: str) -> None:
         self.scheduler.abort_all(reason)
 
@@ -68,6 +72,8 @@ class Manager:
         self, wake_fd: int = -1, *, whole_after: int = 0, settled_after: int = 0, is_restarted: bool = True
     ) -> None:
         self.wake_fd = wake_fd
+        self.is_draining = False
+        self.live_version = self.newest_version = "1.1"
         self.condemned: frozenset[int] = frozenset()
         self.num_rejoined = 0
         self._whole_after, self._settled_after = whole_after, settled_after
@@ -86,7 +92,7 @@ class Manager:
         return self._settled_after >= 0
 
     @property
-    def is_serving(self) -> bool:
+    def is_admitting(self) -> bool:
         return self._settled_after < 0
 
     def condemn(self, silent: DeadlineExceededError) -> None:

@@ -11,12 +11,14 @@ the served version.
 
 import logging
 import select
+from collections.abc import Sequence
 
 import msgspec
 
 from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad
+from fastdeploy_rl.engines.embedded.admission import Admission, Refusal
 from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
@@ -29,6 +31,7 @@ HEARTBEAT_S = 1.0
 """An idle rank 0 still says something this often, so that the others' wait for it can have a deadline."""
 _LOOK_AGAIN_S = 0.02
 """Requests that wait for a rank to come back, or for weights, are looked at this often."""
+_STOPPING = "the engine is stopping"
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +74,7 @@ class Leader:
         self._connection = connection
         self._deadlines = deadlines
         self._is_stopping = False
-        self._arrived: dict[str, Start] = {}
+        self._admission = Admission(manager)
         self._refused: list[TokenOutput] = []
         self._told: EngineLoad | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -84,6 +87,7 @@ class Leader:
         is met again; DeadlineExceededError where nobody starts it again."""
         while not self._is_stopping:
             self._take_messages()
+            self._let_in()
             message = self._next_message()
             if message is None:
                 continue
@@ -100,18 +104,22 @@ class Leader:
         if command or step is not None or self._is_stopping:
             return StepMessage(command, step, self._is_stopping)
         self._send_tokens()
-        period_s = _LOOK_AGAIN_S if self._has_waiting else HEARTBEAT_S
-        has_news = bool(self._poller.poll(period_s * 1000))
+        has_news = bool(self._poller.poll(self._idle_s() * 1000))
         return None if has_news else StepMessage(0, None, False)
 
     def _next_step(self) -> Step | None:
-        """None also where a rank is missing, or holds other weights than this one: requests wait then."""
-        return self._runner.scheduler.schedule() if self._manager.is_whole() else None
+        """None also where a rank is missing, or holds other weights than this one, or none: requests wait then."""
+        if not self._manager.is_whole():
+            return None
+        return self._runner.scheduler.schedule(begins_new=not self._manager.is_draining)
 
-    @property
-    def _has_waiting(self) -> bool:
+    def _idle_s(self) -> float:
+        """How long to wait for news while nothing can be computed."""
         scheduler = self._runner.scheduler
-        return bool(self._arrived or scheduler.num_running or scheduler.num_waiting)
+        is_looking_out = self._admission.is_looking_out or scheduler.num_running or scheduler.num_waiting
+        expiry_s = self._admission.seconds_to_expiry()
+        period_s = _LOOK_AGAIN_S if is_looking_out else HEARTBEAT_S
+        return period_s if expiry_s is None else min(period_s, expiry_s)
 
     def _carry_out(self, message: StepMessage) -> None:
         if self._collectives.num_ranks > 1:
@@ -130,35 +138,35 @@ class Leader:
     def _take_messages(self) -> None:
         for message in self._connection.receive():
             if isinstance(message, Start):
-                self._arrived[message.request_id] = message
+                self._admission.arrive(message)
             elif isinstance(message, Cancel):
                 self._cancel(message.request_id)
             elif isinstance(message, Stop):
                 self._is_stopping = True
-                self._runner.abort_requests("the engine is stopping")
-        if not self._manager.is_settling:
-            arrived, self._arrived = self._arrived, {}
-            for start in arrived.values():
-                self._submit(start)
+        if self._is_stopping:
+            self._runner.abort_requests(_STOPPING)
+            self._refuse(self._admission.refuse_all(_STOPPING))
+
+    def _let_in(self) -> None:
+        admitted, refused = self._admission.look()
+        self._refuse(refused)
+        for start in admitted:
+            try:
+                self._runner.scheduler.submit(start.request_id, start.request)
+            except RequestError as error:
+                self._refuse([Refusal(start.request_id, str(error))])
+
+    def _refuse(self, refused: Sequence[Refusal]) -> None:
+        self._refused += [TokenOutput(request_id, aborted(reason)) for request_id, reason in refused]
 
     def _cancel(self, request_id: str) -> None:
-        if self._arrived.pop(request_id, None) is None:
+        if not self._admission.cancel(request_id):
             self._runner.scheduler.abort(request_id, "cancelled: nobody reads it any more")
-
-    def _submit(self, message: Start) -> None:
-        reason = "" if self._manager.is_serving else "the engine does not serve now"
-        try:
-            if not reason:
-                self._runner.scheduler.submit(message.request_id, message.request)
-        except RequestError as error:
-            reason = str(error)
-        if reason:
-            self._refused.append(TokenOutput(message.request_id, aborted(reason)))
 
     def _send_tokens(self) -> None:
         outputs = self._refused + self._runner.scheduler.take_outputs()
         self._refused = []
-        load = self._runner.scheduler.load
+        load = self._runner.engine_load
         if outputs or load != self._told:
             tokens = Tokens([(output.request_id, output.token) for output in outputs], load)
             self._connection.send(tokens, timeout_s=self._deadlines.send_s)

@@ -1,0 +1,192 @@
+"""Which requests may join the engine: rank 0's door, between those that have arrived and the scheduler.
+
+Owns requests that wait for a version of the weights, and until when. Refuses to know how requests are computed and how
+versions come about. Invariant: each request that arrived is let in, refused with the reason, or cancelled, once; none
+waits for longer than its `version_wait_s`, but for an engine of which is not yet known whether it will serve.
+
+A request that arrives while the door is closed is refused. One that waits for a version already goes on waiting: the
+update that brings it closes the door in passing. It is let in when the door is open and the version is there.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fastdeploy_rl.config import MAX_DEADLINE_S
+from fastdeploy_rl.control.generation import GenerationRequest
+from fastdeploy_rl.engines.embedded.messages import Start
+from fastdeploy_rl.errors import RequestError, VersionFormatError
+from fastdeploy_rl.version import WeightVersion
+
+CLOSED = "the engine does not serve now"
+
+
+class Door(Protocol):
+    """What the weight manager says of the engine, on rank 0."""
+
+    @property
+    def is_admitting(self) -> bool: ...
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether it will serve is not known yet."""
+        ...
+
+    @property
+    def live_version(self) -> str:
+        """As text; empty while none is."""
+        ...
+
+    @property
+    def newest_version(self) -> str:
+        """The newest published one, as text; empty where that is not known."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """Versions that a request may begin on: `least` or newer (None: any), and at most `max_staleness` steps behind the
+    newest published one (None: however far)."""
+
+    least: WeightVersion | None
+    max_staleness: int | None
+
+    def shortfall(self, live: WeightVersion, newest: WeightVersion | None) -> str:
+        """Why it may not begin on `live`; empty where it may. An older epoch is behind by more steps than any number;
+        where the newest version is not known, none is behind it."""
+        if self.least is not None and live < self.least:
+            return f"version {live} is live, and the request wants {self.least} or newer"
+        if self.max_staleness is None or newest is None or newest <= live:
+            return ""
+        behind = newest.step - live.step if newest.epoch == live.epoch else math.inf
+        if behind <= self.max_staleness:
+            return ""
+        distance = f"{behind} steps" if newest.epoch == live.epoch else "an epoch"
+        return (
+            f"version {live} is live, {distance} behind {newest}, the newest that was published, "
+            f"and the request takes at most {self.max_staleness} steps"
+        )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Waits for a version until `expiry_s`, by the clock of the door."""
+
+    start: Start
+    wanted: Wanted
+    expiry_s: float
+
+
+class Refusal(NamedTuple):
+    request_id: str
+    reason: str
+
+
+class Verdicts(NamedTuple):
+    """What became of requests since the last look: in the order in which they came."""
+
+    admitted: list[Start]
+    refused: list[Refusal]
+
+
+class Admission:
+    """Not thread-safe; all calls come from the engine's loop."""
+
+    def __init__(self, door: Door, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._door = door
+        self._clock = clock
+        self._arrived: dict[str, tuple[Start, float]] = {}
+        self._held: dict[str, _Held] = {}
+
+    @property
+    def is_looking_out(self) -> bool:
+        """Something may change for a request without a command or a message: ask again soon."""
+        return bool(self._arrived) or bool(self._held and not self._door.is_admitting)
+
+    def arrive(self, start: Start) -> None:
+        self._arrived[start.request_id] = (start, self._clock())
+
+    def cancel(self, request_id: str) -> bool:
+        """False for a request that is not here: it is with the scheduler, or has ended."""
+        is_here = request_id in self._arrived or request_id in self._held
+        self._arrived.pop(request_id, None)
+        self._held.pop(request_id, None)
+        return is_here
+
+    def seconds_to_expiry(self) -> float | None:
+        """Until a request has waited for long enough; None where none waits for a version."""
+        if not self._held or self._door.is_settling:
+            return None
+        return max(0.0, min(held.expiry_s for held in self._held.values()) - self._clock())
+
+    def refuse_all(self, reason: str) -> list[Refusal]:
+        """Nobody waits afterwards."""
+        refused = [Refusal(request_id, reason) for request_id in (*self._held, *self._arrived)]
+        self._held.clear()
+        self._arrived.clear()
+        return refused
+
+    def look(self) -> Verdicts:
+        """Lets in and refuses whom it can now; whoever must wait does so."""
+        verdicts = Verdicts([], [])
+        if not self._door.is_settling:
+            self._hear(verdicts)
+            self._look_at_held(verdicts)
+        return verdicts
+
+    def _hear(self, verdicts: Verdicts) -> None:
+        arrived, self._arrived = self._arrived, {}
+        for request_id, (start, since_s) in arrived.items():
+            try:
+                self._held[request_id] = self._checked(start, since_s)
+            except RequestError as error:
+                verdicts.refused.append(Refusal(request_id, str(error)))
+
+    def _checked(self, start: Start, since_s: float) -> _Held:
+        request = start.request
+        if not self._door.is_admitting:
+            raise RequestError(CLOSED)
+        if not 0 <= request.version_wait_s <= MAX_DEADLINE_S:
+            raise RequestError(
+                f"version_wait_s must be 0 to {MAX_DEADLINE_S:.0f} seconds, got {request.version_wait_s}"
+            )
+        return _Held(start, _wanted(request, self._live()), since_s + request.version_wait_s)
+
+    def _look_at_held(self, verdicts: Verdicts) -> None:
+        now_s, live, newest = self._clock(), self._live(), _parsed(self._door.newest_version)
+        for request_id, held in list(self._held.items()):
+            reason = self._obstacle(held, live, newest)
+            if reason and now_s < held.expiry_s:
+                continue
+            del self._held[request_id]
+            if reason:
+                waited = (
+                    f"; waited {held.start.request.version_wait_s:g} s" if held.start.request.version_wait_s else ""
+                )
+                verdicts.refused.append(Refusal(request_id, reason + waited))
+            else:
+                verdicts.admitted.append(held.start)
+
+    def _obstacle(self, held: _Held, live: WeightVersion | None, newest: WeightVersion | None) -> str:
+        if live is None or not self._door.is_admitting:
+            return CLOSED
+        return held.wanted.shortfall(live, newest)
+
+    def _live(self) -> WeightVersion | None:
+        return _parsed(self._door.live_version)
+
+
+def _parsed(text: str) -> WeightVersion | None:
+    return WeightVersion.parse(text) if text else None
+
+
+def _wanted(request: GenerationRequest, live: WeightVersion | None) -> Wanted:
+    """A plain step is one of the epoch that is live when the request arrives. RequestError for text that is no
+    version."""
+    try:
+        epoch = None if live is None else live.epoch
+        least = WeightVersion.parse(request.min_version, current_epoch=epoch) if request.min_version else None
+    except VersionFormatError as error:
+        raise RequestError(f"min_version: {error}", param="min_version") from error
+    return Wanted(least, request.max_staleness)

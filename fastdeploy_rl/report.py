@@ -163,7 +163,10 @@ class UpdateReport(msgspec.Struct, frozen=True):
     @property
     def applied(self) -> str:
         """How the weights were taken over, where the ranks say so: "alias", "arena" or "copy", or several; and why."""
-        ways = {rank.applied: rank.applied_reason for rank in self.ranks if rank.applied}
+        ways: dict[str, str] = {}
+        for rank in self.ranks:
+            if rank.applied:
+                ways[rank.applied] = ways.get(rank.applied) or rank.applied_reason
         return "; ".join(f"{way}: {reason}" if reason else way for way, reason in sorted(ways.items()))
 
     @property

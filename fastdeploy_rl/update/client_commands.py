@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from fastdeploy_rl.command_options import CommandOptions, tags_of
-from fastdeploy_rl.config import ABORT, KEEP, REFUSE, SLEEP_LEVELS, WAIT, Deadlines, checked_deadline
+from fastdeploy_rl.config import ABORT, IN_FLIGHT, KEEP, REFUSE, SLEEP_LEVELS, WAIT, Deadlines, checked_deadline
 from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
 from fastdeploy_rl.version import WeightVersion
 
@@ -47,9 +48,14 @@ def update_command(
     return ClientCommand(CommandKind.UPDATE, deadline_s, options, str(version or ""), force)
 
 
+def pause_command(mode: str, on_timeout: str, deadline_s: float) -> ClientCommand:
+    _check("mode", mode, IN_FLIGHT)
+    return ClientCommand(CommandKind.PAUSE, deadline_s, CommandOptions(mode, on_timeout=on_timeout))
+
+
 def sleep_command(tags: Tags, level: int, mode: str, on_timeout: str, deadline_s: float) -> ClientCommand:
-    if isinstance(level, bool) or not isinstance(level, int) or level not in SLEEP_LEVELS:
-        raise ConfigurationError(f"level must be one of {', '.join(map(str, SLEEP_LEVELS))}, got {level!r:.40}")
+    _check("mode", mode, IN_FLIGHT)
+    _check("level", level, SLEEP_LEVELS)
     options = CommandOptions(mode, on_timeout=on_timeout, tags=_tags(tags), level=level)
     return ClientCommand(CommandKind.SLEEP, deadline_s, options)
 
@@ -59,7 +65,13 @@ def wake_command(tags: Tags, deadline_s: float, kv: str | None) -> ClientCommand
     return ClientCommand(CommandKind.WAKE, deadline_s, options)
 
 
-def _tags(tags: Tags) -> Any:
+def _check(what: str, word: object, words: Sequence[object]) -> None:
+    """As CommandOptions does, but by the name that its caller knows it by. 1.0 and True are no level."""
+    if word not in words or type(word) is not type(words[0]):
+        raise ConfigurationError(f"{what} must be one of {', '.join(map(str, words))}, got {word!r:.40}")
+
+
+def _tags(tags: Tags) -> frozenset[Tag]:
     return tags_of(tags if tags is None or isinstance(tags, str) else list(tags))
 
 
@@ -113,8 +125,7 @@ class EngineCommands(ABC, Generic[_ReportT]):
         come to their end, "keep" stops them between two tokens with their KV; they go on at `resume`, also across an
         update. `wait` has `deadline_s` for it; then `on_timeout` "refuse" raises DeadlineExceededError, and the engine
         serves as before with no request lost, while "abort" ends the rest. An engine that is paused stays so."""
-        options = CommandOptions(mode, on_timeout=on_timeout)
-        return self.carry_out(ClientCommand(CommandKind.PAUSE, deadline_s, options))
+        return self.carry_out(pause_command(mode, on_timeout, deadline_s))
 
     def resume(self, *, deadline_s: float = Deadlines.pause_s) -> _ReportT:
         """Opens admission after a `pause`, and requests that were kept go on. LifecycleError while tags are asleep, or

@@ -37,3 +37,34 @@ def test_a_printed_rejection_says_the_first_line_of_why() -> None:
 
 def test_a_printed_receipt_is_one_line_that_names_no_tensor() -> None:
     assert str(RECEIPT) == "version 3.7 from ipc: 1 tensors, content ab12"
+
+
+def test_a_printed_pause_tells_of_no_update() -> None:
+    paused = UpdateReport(1, "pause", "done", "3.7", "3.7", 0.012, 0.0, [RankReport(0, [])])
+    assert str(paused) == "pause done, version 3.7, 0.012 s"
+    assert str(structs.replace(paused, version="", previous_version="")) == "pause done, 0.012 s"
+    refused = structs.replace(paused, outcome="rejected", reason="2 requests had not ended\nand more")
+    assert str(refused) == "pause rejected, version 3.7, 0.012 s: 2 requests had not ended"
+
+
+def test_a_printed_sleep_names_what_was_live_and_a_wake_what_came_back() -> None:
+    asleep = UpdateReport(1, "sleep", "done", "", "3.7", 0.5, 0.1, [RankReport(0, [])])
+    assert str(asleep) == "sleep done, version 3.7, 0.500 s"
+    woken = structs.replace(
+        asleep, kind="wake", version="3.8", ranks=[structs.replace(RANK, graphs_captured=2, kv="rebuilt")]
+    )
+    assert str(woken) == (
+        "wake done, version 3.8 (was 3.7), 0.500 s, 64 bytes aliased, 32 copied, KV cache rebuilt, 2 graphs captured"
+    )
+
+
+def test_the_rank_that_kept_least_speaks_for_the_cache() -> None:
+    def kv(*words: str) -> str:
+        return structs.replace(report("done"), ranks=[structs.replace(RANK, kv=word) for word in words]).kv
+
+    assert (kv("", ""), kv("kept", "kept"), kv("kept", "rebuilt"), kv("kept", "lost")) == (
+        "",
+        "kept",
+        "rebuilt",
+        "lost",
+    )

@@ -13,7 +13,7 @@ from fastdeploy_rl._native import Mapping as NativeMapping
 from fastdeploy_rl.control.generation import GenerationRequest
 from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
-from fastdeploy_rl.errors import ConfigurationError, LifecycleError, RequestError
+from fastdeploy_rl.errors import ConfigurationError, LifecycleError, RequestError, StaleGraphError
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 
@@ -229,3 +229,112 @@ def test_bound_views_of_any_mapping_are_accepted(first: Path) -> None:
         np.copyto(scattered[name].numpy(), view.numpy())
     update(runner, scattered, "1.2")
     assert generate(runner, PROMPTS, 8).tokens == expected
+
+
+# --- graphs of the decode step ---------------------------------------------------------------------
+
+
+def decoding(runner: EmbeddedRunner, count: int = 2) -> None:
+    """So many requests, so far that each of the next steps is one token of each."""
+    submit(runner, PROMPTS[:count], 12)
+    advance(runner, 2)
+
+
+def test_decode_steps_run_through_graphs_and_give_the_same_to_the_bit(first: Path) -> None:
+    """Prompts of different lengths, requests that end: steps with prompts in them, and of other sizes, run without."""
+    eager, graphed = open_runner(first, graph_batch_sizes=()), open_runner(first, graph_batch_sizes=(1, 7))
+    assert (eager.recapture_graphs(), graphed.recapture_graphs()) == (0, 2)
+    for runner in (eager, graphed):
+        submit(runner, PROMPTS, 6)
+        for index, tokens in ((5, 4), (6, 9)):
+            runner.scheduler.submit(str(index), GenerationRequest([5, 6], tokens, GREEDY, ignore_eos=True))
+    while (step := next_step(eager)) is not None:
+        same = next_step(graphed)
+        logits = eager.execute(step)
+        assert np.array_equal(graphed.execute(same), logits)
+        eager.accept(step, logits)
+        graphed.accept(same, logits)
+    assert eager.engine_load.num_graph_replays == 0
+    assert graphed.engine_load.num_graphs_captured == 2
+    assert 0 < graphed.engine_load.num_graph_replays < step_count(graphed)
+
+
+def test_stale_decode_step_is_refused_and_changes_nothing(first: Path, second: Path) -> None:
+    runner = open_runner(first)
+    runner.recapture_graphs()
+    decoding(runner)
+    runner.bind(EmbeddedRunner(second, 0, 1, None).load())
+    runner.keep_kv_cache("2" * 64)
+    step = next_step(runner)
+    before = [layer.slots.copy() for layer in runner._cache.layers]
+    with pytest.raises(StaleGraphError, match="recapture_graphs"):
+        runner.execute(step)
+    assert all(np.array_equal(layer.slots, was) for layer, was in zip(runner._cache.layers, before, strict=True))
+    assert runner.recapture_graphs() == 16
+    assert runner.execute(step).shape == (2, runner.config.vocab_size)
+
+
+def test_without_the_guard_a_stale_graph_answers_with_the_weights_before(first: Path, second: Path) -> None:
+    """What a GPU would do: the logits are those of the old weights, to the bit, though new ones are bound."""
+    old, new, hazard = (open_runner(path) for path in (first, second, first))
+    hazard._graphs._has_guard = False
+    hazard.recapture_graphs()
+    for runner in (old, new, hazard):
+        decoding(runner)
+        for layer in runner._cache.layers:
+            layer.slots[:] = 0.5  # the same keys and values, so that weights alone make the difference
+    hazard.bind(EmbeddedRunner(second, 0, 1, None).load())
+    hazard.keep_kv_cache("2" * 64)
+    step = next_step(hazard)
+    expected_old, expected_new = old.execute(step), new.execute(step)
+    assert not np.array_equal(expected_old, expected_new)
+    assert np.array_equal(hazard.execute(step), expected_old)
+    hazard.recapture_graphs()
+    assert np.array_equal(hazard.execute(step), expected_new)
+
+
+def test_steps_run_without_graphs_while_the_cache_was_away_until_they_are_captured(first: Path) -> None:
+    runner = open_runner(first)
+    runner.recapture_graphs()
+    expected = generate(runner, PROMPTS, 8)
+    replays = runner.engine_load.num_graph_replays
+    assert replays > 0
+    runner.drop_kv_cache()
+    runner.rebuild_kv_cache("0" * 64)
+    assert np.array_equal(generate(runner, PROMPTS, 8).logits, expected.logits)
+    assert runner.engine_load.num_graph_replays == replays
+    runner.recapture_graphs()
+    assert generate(runner, PROMPTS, 8).tokens == expected.tokens
+    assert runner.engine_load.num_graph_replays > replays
+
+
+def test_failed_bind_leaves_nothing_bound_and_no_graph_in_use(first: Path) -> None:
+    runner = open_runner(first)
+    views = dict(runner.bound())
+    runner.recapture_graphs()
+    expected = generate(runner, PROMPTS, 4).tokens
+    with pytest.raises(KeyError):
+        runner.bind({name: view for name, view in views.items() if "layers.1" not in name})
+    assert runner.bound() == {}
+    assert next(iter(views.values())).mapping.num_exports == 0
+    runner.bind(views)
+    assert runner.recapture_graphs() == 0
+    assert generate(runner, PROMPTS, 4).tokens == expected
+
+
+def test_kept_requests_go_on_with_their_pages(first: Path, second: Path) -> None:
+    """No token of theirs is computed again: the next step has one of each."""
+    runner = open_runner(first)
+    decoding(runner)
+    pages = [list(runner.scheduler.find(name).pages) for name in "01"]
+    runner.bind(EmbeddedRunner(second, 0, 1, None).load())
+    runner.keep_kv_cache("2" * 64)
+    step = next_step(runner)
+    assert [(len(part.token_ids), part.pages) for part in step.slices] == [(1, held) for held in pages]
+    runner.rebuild_kv_cache("2" * 64)
+    assert all(part.start == 0 for part in next_step(runner).slices)
+
+
+def step_count(runner: EmbeddedRunner) -> int:
+    """Of all steps so far."""
+    return runner.scheduler._num_steps

@@ -205,7 +205,8 @@ class ScriptedBoard:
             self.is_paused = command.kind is CommandKind.PAUSE
         elif command.kind is CommandKind.SLEEP:
             is_kept = command.options.level == 1
-            self.asleep |= {tag: "offloaded" if is_kept and tag is Tag.WEIGHT else "dropped" for tag in tags}
+            places = {tag: "offloaded" if is_kept and tag is Tag.WEIGHT else "dropped" for tag in tags}
+            self.asleep = {tag: (self.asleep | places)[tag] for tag in Tag if tag in self.asleep or tag in tags}
         elif command.kind is CommandKind.WAKE:
             self.asleep = {tag: place for tag, place in self.asleep.items() if tag not in tags}
             self.is_paused = self.is_paused and bool(self.asleep)
@@ -235,7 +236,8 @@ def _words(command: ClientCommand) -> list[object]:
     options = command.options
     tags = ",".join(tag.value for tag in Tag if tag in options.tags)
     ends = [options.in_flight, options.on_timeout]
-    extra = ["force"] * command.is_forced + [word for word in (options.kv, options.in_flight) if word not in ("", KEEP)]
+    extra = ["force"] * command.is_forced + ([f"kv {options.kv}"] if options.kv else [])
+    extra += [options.in_flight] if options.in_flight != KEEP else []
     words: dict[CommandKind, list[object]] = {
         CommandKind.UPDATE: [command.version or None],
         CommandKind.PAUSE: ends,

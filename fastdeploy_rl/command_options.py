@@ -50,9 +50,9 @@ class CommandOptions(NamedTuple):
     @classmethod
     def decode(cls, number: int) -> "CommandOptions":
         """ConfigurationError for a number that `encode` does not give."""
-        in_flight, kv, level = (number >> at & 3 for at in (_IN_FLIGHT_BITS, _KV_BITS, _LEVEL_BITS))
-        if number >> _END_BITS or max(in_flight, kv, level) > 2:
+        if not cls.is_number(number):
             raise ConfigurationError(f"{number:#x} is no number of command options")
+        in_flight, kv, level = _words_of(number)
         return cls(
             IN_FLIGHT[in_flight],
             ("", *KV_POLICIES)[kv],
@@ -61,10 +61,20 @@ class CommandOptions(NamedTuple):
             level,
         )
 
+    @staticmethod
+    def is_number(number: int) -> bool:
+        """`encode` gives it for some options."""
+        return not number >> _END_BITS and max(_words_of(number)) <= 2
+
     @property
     def aborts_late(self) -> bool:
         """Requests that do not come to their end in time are aborted."""
         return self.on_timeout == ABORT
+
+
+def _words_of(number: int) -> tuple[int, int, int]:
+    """Which word of each kind, as its index; 3 is that of none."""
+    return number >> _IN_FLIGHT_BITS & 3, number >> _KV_BITS & 3, number >> _LEVEL_BITS & 3
 
 
 def tags_of(words: "str | list[str] | tuple[str, ...] | None") -> frozenset[Tag]:

@@ -34,7 +34,8 @@ class Admission(Enum):
 
 
 class AdmissionEvent(Enum):
-    """LOAD: a complete version is live, for the first time or again after a fence. FENCE: none is."""
+    """LOAD: a complete version is live, for the first time or again after a fence. FENCE: none is. PAUSE after a fence:
+    one is, or all is dropped and asleep, and no request may come in yet."""
 
     LOAD = "load"
     PAUSE = "pause"
@@ -121,6 +122,7 @@ ADMISSION_TRANSITIONS: Final[Mapping[Admission, Mapping[AdmissionEvent, Admissio
     },
     Admission.FENCED: {
         AdmissionEvent.LOAD: Admission.SERVING,
+        AdmissionEvent.PAUSE: Admission.PAUSED,
         AdmissionEvent.STOP: Admission.STOPPED,
     },
     Admission.STOPPED: {},

@@ -28,7 +28,16 @@ from fastdeploy_rl.board.board import Board, rank_lock_path
 from fastdeploy_rl.board.layout import Ballot, CommandRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.collectives.base import Collectives
-from fastdeploy_rl.config import APPLY_MODES, AUTO, KEEP, ROLLBACKS, Deadlines, check_checksums
+from fastdeploy_rl.config import (
+    APPLY_MODES,
+    AUTO,
+    KEEP,
+    KV_POLICIES,
+    REBUILD,
+    ROLLBACKS,
+    Deadlines,
+    check_checksums,
+)
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -64,7 +73,8 @@ _HEARTBEAT_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """`apply_mode`, `rollback`: one each of config.APPLY_MODES and ROLLBACKS, which say what they mean.
+    """`apply_mode`, `rollback`, `kv_policy`: one each of config.APPLY_MODES, ROLLBACKS and KV_POLICIES, which say what
+    they mean.
     `num_copy_threads`: threads of one rank's copies and checksums. `is_restarted_on_death`: somebody starts a rank
     again that died, or that is condemned on the board. `has_checksums` False: an update reads nothing that it need not
     copy, so nothing is proved and there is no receipt."""
@@ -74,6 +84,7 @@ class ManagerConfig:
     deadlines: Deadlines = field(default_factory=Deadlines)
     num_copy_threads: int = 1
     rollback: str = KEEP
+    kv_policy: str = REBUILD
     is_restarted_on_death: bool = False
     has_checksums: bool = True
 
@@ -82,6 +93,8 @@ class ManagerConfig:
             raise ConfigurationError(f"apply mode must be one of {', '.join(APPLY_MODES)}, got {self.apply_mode!r}")
         if self.rollback not in ROLLBACKS:
             raise ConfigurationError(f"rollback must be one of {', '.join(ROLLBACKS)}, got {self.rollback!r}")
+        if self.kv_policy not in KV_POLICIES:
+            raise ConfigurationError(f"kv policy must be one of {', '.join(KV_POLICIES)}, got {self.kv_policy!r}")
         check_checksums(self.apply_mode, self.has_checksums)
 
 
@@ -131,6 +144,8 @@ class DynamicWeightManager:
             state=self._state,
             apply_mode=config.apply_mode,
             rollback=config.rollback,
+            kv_policy=config.kv_policy,
+            quiet_s=config.deadlines.quiet_s,
             has_checksums=config.has_checksums,
             observer=self,
             wake=self._wake,
@@ -177,6 +192,7 @@ class DynamicWeightManager:
         live = cold_weights(initial.version, dict(initial.views), runner, self._config.num_copy_threads)
         self._state.live = live
         runner.rebuild_kv_cache(live.content_digest)
+        runner.recapture_graphs()
         runner.set_version(str(initial.version))
 
     def _take_seat(self) -> None:
@@ -214,6 +230,7 @@ class DynamicWeightManager:
             is_restarted_on_death=self._config.is_restarted_on_death,
             has_checksums=self._config.has_checksums,
             on_fault=self._note_fault,
+            wake=self._wake,
         )
 
     def close(self) -> None:
@@ -243,6 +260,7 @@ class DynamicWeightManager:
     def _let_go(self) -> None:
         live, self._state.live = self._state.live, None
         self._state.runner.unbind()
+        self._state.release_offloaded()
         if live is not None:
             live.release(self._state.arenas)
 
@@ -264,6 +282,26 @@ class DynamicWeightManager:
         return self._coordinator is not None and self._coordinator.is_whole()
 
     @property
+    def is_admitting(self) -> bool:
+        """On rank 0: new requests may come in."""
+        return self._coordinator is not None and self._coordinator.state.is_serving
+
+    @property
+    def is_draining(self) -> bool:
+        """A command waits for the requests that have begun, so that no other one is to begin."""
+        return self._participant.is_draining
+
+    @property
+    def live_version(self) -> str:
+        """On rank 0: what tokens are made with, as text; empty while nothing is live."""
+        return self._coordinator.state.live_version if self._coordinator is not None else ""
+
+    @property
+    def newest_version(self) -> str:
+        """On rank 0: the newest published version that is known of, as text; empty for none."""
+        return self._coordinator.state.newest_version if self._coordinator is not None else ""
+
+    @property
     def is_settling(self) -> bool:
         """On a rank 0 that takes over: whether the engine will serve is not known yet."""
         return self._coordinator is not None and self._coordinator.is_taking_over
@@ -277,7 +315,7 @@ class DynamicWeightManager:
             os.eventfd_read(self.wake_fd)
         if self._fault:
             raise StepFailedError(f"rank {self.rank} cannot follow commands any more: {self._fault}")
-        return self._rendezvous.current().number if self._participant.is_awaited else 0
+        return self._rendezvous.current().number if self._participant.is_due else 0
 
     def run(self, number: int) -> None:
         """The stalled part of command `number`, on every rank at the same boundary; at most until the command's

@@ -115,6 +115,11 @@ class WeightSource(Protocol):
         """Which epoch a bare step number means, as FastDeploy writes it. NoPublicationError while there is none."""
         ...
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        """The newest that is published, whatever is wanted; None where there is none, or where that cannot be said
+        without bringing its bytes."""
+        ...
+
     def discredit(self, resolved: ResolvedPublication) -> None:
         """Its bytes were read and are not what its manifest says: `resolve` without a version gives an older one from
         now on, where there is one that is whole. By name it can still be had."""

@@ -74,6 +74,10 @@ class CheckpointTransferSource(FetchingSource):
         """Nobody counts the epochs of that package's steps."""
         return UNCOUNTED_EPOCH
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        """To ask that package for a version is to receive it."""
+        return None
+
 
 class CheckpointTransport:
     """The package as a transport of segments that it does not have: bytes of segment r are found in what rank r is

@@ -99,6 +99,9 @@ class FetchingSource:
     def current_epoch(self, *, deadline_ns: int) -> int:
         return self._offer(None, deadline_ns).version.epoch
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        return self._offer(None, deadline_ns).version
+
     def discredit(self, resolved: ResolvedPublication) -> None:
         """Its bytes may have been spoilt on the way, by a wire or a peer: asked for again, they are fetched again. No
         older version is there to take in its place."""

@@ -64,6 +64,10 @@ class IpcSource:
     def current_epoch(self, *, deadline_ns: int) -> int:
         return self.resolve(None, deadline_ns=deadline_ns).version.epoch
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        latest = self._channel.read_latest()
+        return WeightVersion.parse(latest.version) if latest else None
+
     def discredit(self, resolved: ResolvedPublication) -> None:
         """Older versions in memory are there for the way back; what is published is what is to be taken."""
 

@@ -79,6 +79,11 @@ class SnapshotSource:
         entries = self._directory.entries()
         return entries[0].version.epoch if entries else self.resolve(None, deadline_ns=deadline_ns).version.epoch
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        """The newest snapshot, whole or not. Of other files nobody knows it before they are read."""
+        entries = self._directory.entries()
+        return entries[0].version if entries else None
+
     def discredit(self, resolved: ResolvedPublication) -> None:
         with self._lock:
             snapshot = self._known.get(_key(resolved.manifest))

@@ -100,6 +100,9 @@ class FaultySource:
         corrupt = fault if isinstance(fault, Corrupt) else None
         return FaultyStaged(staged, corrupt, self._begin_release, deadline_ns)
 
+    def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
+        return self._inner.newest_version(deadline_ns=deadline_ns)
+
     def current_epoch(self, *, deadline_ns: int) -> int:
         return self._inner.current_epoch(deadline_ns=deadline_ns)
 

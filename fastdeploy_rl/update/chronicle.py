@@ -37,11 +37,13 @@ class Chronicle:
     def keep_receipt(self, receipt: Receipt) -> None:
         """That of a version that just became live."""
         self.receipt = receipt
+        self._state.note_receipt(True)
         if not _try_to_store(lambda: self._files.write_receipt(receipt), "receipt"):
             self._files.remove_receipt()
 
     def forget_receipt(self) -> None:
         self.receipt = None
+        self._state.note_receipt(False)
         self._files.remove_receipt()
 
     def tell_staged(self, request: CommandRequest, version: str, parts: list[RankPart]) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import CommandRecord, Decision, StatusRecord
+from fastdeploy_rl.lifecycle import Residency
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.version import WeightVersion
 
@@ -33,15 +34,17 @@ def was_committed(board: Board, command: CommandRecord) -> bool:
 
 
 def committed_version(board: Board, load_strategy: str) -> Committed | None:
-    """None where no version is whole: before the first start, while cleared, after a fence.
+    """None where no version is whole: before the first start, while cleared or asleep, after a fence.
 
-    Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die."""
+    Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die. After a sleep
+    or a wake it is then not worth finding out what each rank still holds: all is dropped, and comes back anew."""
     status = board.read(StatusRecord, layout.STATUS_OFFSET)
     command = board.read(CommandRecord, layout.COMMAND_OFFSET)
     if command.number > status.command and was_committed(board, command):
-        if command.kind == CommandKind.CLEAR:
+        if command.kind in (CommandKind.CLEAR, CommandKind.SLEEP, CommandKind.WAKE):
             return None
         if command.kind == CommandKind.UPDATE:
             version = str(WeightVersion(command.epoch, command.step))
             return Committed(version, command.content_digest, load_strategy)
-    return Committed(status.last_version, status.content_digest, status.source) if status.source else None
+    is_held = bool(status.source) and status.weight != Residency.OFFLOADED.value
+    return Committed(status.last_version, status.content_digest, status.source) if is_held else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision, RankRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question, is_against
+from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.errors import (
     DeadlineExceededError,
     FastDeployRLError,
@@ -25,6 +26,10 @@ from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart, recei
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
+
+NO_OPTIONS = CommandOptions()
+_CHANGING_NOTHING = (CommandKind.RECOMPUTE, CommandKind.PAUSE)
+"""A rank that falls silent in one of these holds what it held."""
 
 CheckStaged = Callable[[list[RankPart]], Receipt | None]
 """Makes a receipt of what the ranks staged, before anything is touched; or raises."""
@@ -84,6 +89,7 @@ class Conductor:
         deadline_ns: int,
         version: WeightVersion | None = None,
         content_digest: str = "",
+        options: CommandOptions = NO_OPTIONS,
         check_staged: CheckStaged | None = None,
         excused: frozenset[int] = frozenset(),
         must_follow: bool = False,
@@ -95,7 +101,7 @@ class Conductor:
         no whole version, or that cannot be known. Raises, having announced nothing, DeadlineExceededError while a rank
         is still inside an earlier command, PeerLostError while one is dead."""
         self._await_idle(deadline_ns, excused)
-        command = self._announce(kind, deadline_ns, version, content_digest)
+        command = self._announce(kind, deadline_ns, version, content_digest, options)
         checked: Receipt | None = None
         error = self._await_ballots(command, Ballot.STAGED, excused)
         if error is None and check_staged is not None:
@@ -106,7 +112,7 @@ class Conductor:
             objection = self._await_ballots(command, Ballot.VERIFIED, excused)
             error = self._decide(command, Question.COMMIT, objection)
         outcome = CommandOutcome(Outcome.DONE if error is None else Outcome.REJECTED, error, checked=checked)
-        can_tear = must_follow or (is_installed and kind is not CommandKind.RECOMPUTE)
+        can_tear = must_follow or (is_installed and kind not in _CHANGING_NOTHING)
         self._conclude(command, outcome, can_tear=can_tear, excused=excused)
         return outcome
 
@@ -121,12 +127,17 @@ class Conductor:
             raise PeerLostError(f"ranks {sorted(dead)} died and are not back; no command can be carried out")
 
     def _announce(
-        self, kind: CommandKind, deadline_ns: int, version: WeightVersion | None, content_digest: str
+        self,
+        kind: CommandKind,
+        deadline_ns: int,
+        version: WeightVersion | None,
+        content_digest: str,
+        options: CommandOptions,
     ) -> CommandRecord:
         self.number += 1
         self._unfinished, self._announced_s = self.number, time.monotonic()
         epoch, step = (version.epoch, version.step) if version else (0, 0)
-        command = CommandRecord(self.number, kind, epoch, step, deadline_ns, content_digest)
+        command = CommandRecord(self.number, kind, epoch, step, deadline_ns, content_digest, options.encode())
         _log.info("command=%d kind=%s version=%s event=announced", self.number, kind.name.lower(), version or "-")
         self._rendezvous.announce(command)
         return command

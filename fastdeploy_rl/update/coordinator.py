@@ -27,7 +27,7 @@ from fastdeploy_rl.errors import (
     PeerLostError,
     VersionRegressError,
 )
-from fastdeploy_rl.lifecycle import LegacyCommand
+from fastdeploy_rl.lifecycle import LegacyCommand, Residency, Tag
 from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
@@ -35,7 +35,8 @@ from fastdeploy_rl.update.chronicle import Chronicle
 from fastdeploy_rl.update.committed import CHECKPOINT, Committed, committed_version, was_committed
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
-from fastdeploy_rl.update.rank_files import RankFiles, RankPart, receipts_of
+from fastdeploy_rl.update.newest_version import NewestVersion
+from fastdeploy_rl.update.rank_files import RankFiles, RankPart, applied_of, receipts_of
 from fastdeploy_rl.update.recovery import Recovery
 from fastdeploy_rl.update.requests import (
     BoardRequest,
@@ -45,6 +46,7 @@ from fastdeploy_rl.update.requests import (
     next_board_request,
     running_requests,
 )
+from fastdeploy_rl.update.standby import Standby
 from fastdeploy_rl.update.transaction import as_step_failure
 from fastdeploy_rl.version import WeightVersion
 
@@ -76,10 +78,12 @@ class Coordinator:
         is_restarted_on_death: bool,
         has_checksums: bool = True,
         on_fault: Callable[[str], None],
+        wake: Callable[[], None],
     ) -> None:
         """`is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
-        ranks bring no sums, so that there are no receipts."""
+        ranks bring no sums, so that there are no receipts. `wake` is called when the engine's loop may go on."""
         self.state = EngineState(board)
+        self._wake_loop = wake
         self._board = board
         self._source = source
         self._load_strategy = load_strategy
@@ -98,9 +102,21 @@ class Coordinator:
             is_restarted_on_death=is_restarted_on_death,
             has_checksums=has_checksums,
         )
+        self._standby = Standby(self.state, self._conductor, self._chronicle, rendezvous, quiet_s=deadlines.quiet_s)
+        self._newest = NewestVersion(source, self.state.note_newest, deadlines.resolve_s)
         self._rendezvous = rendezvous
         self._is_taking_over = False
         self._whole_generation = 0
+        self._handlers: dict[CommandKind, Callable[[CommandRequest], CommandOutcome]] = {
+            CommandKind.UPDATE: self._update,
+            CommandKind.CLEAR: self._clear,
+            CommandKind.RECOMPUTE: self._recompute,
+            CommandKind.RESTORE: lambda request: self._restore(request.deadline_ns),
+            CommandKind.PAUSE: self._standby.pause,
+            CommandKind.RESUME: self._standby.resume,
+            CommandKind.SLEEP: self._standby.sleep,
+            CommandKind.WAKE: self._wake,
+        }
         self._is_stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=f"fastdeploy_rl-{name}", daemon=True)
@@ -134,6 +150,7 @@ class Coordinator:
         self._watch()
         for thread in self._threads:
             thread.start()
+        self._newest.start()
 
     @property
     def is_taking_over(self) -> bool:
@@ -155,13 +172,14 @@ class Coordinator:
         begun = time.monotonic()
         self._is_stopping.set()
         self._board.ring_doorbell()
-        for thread in self._threads:
+        self._newest.stop()
+        for thread in (*self._threads, self._newest.thread):
             if thread.is_alive():
                 thread.join(self._deadlines.stop_s)
         if self._watcher is not None:
             self._watcher.stop()
         self.state.close()
-        late = [thread.name for thread in self._threads if thread.is_alive()]
+        late = [thread.name for thread in (*self._threads, self._newest.thread) if thread.is_alive()]
         if late:
             raise DeadlineExceededError.waiting_for(f"end of {', '.join(late)} on rank 0", since_s=begun)
 
@@ -235,13 +253,18 @@ class Coordinator:
         self.state.fence(f"ranks {sorted(lost)} died", is_torn=False)
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
-        if request.kind is CommandKind.UPDATE:
+        try:
+            return self._handlers[request.kind](request)
+        finally:
+            if self.state.is_serving:
+                self._wake_loop()  # requests that waited may go on
+
+    def _wake(self, request: CommandRequest) -> CommandOutcome:
+        """Weights that were dropped come from where updates come from."""
+        woken = request.options.tags
+        if Tag.WEIGHT in woken and self.state.lifecycle.weight is Residency.DROPPED:
             return self._update(request)
-        if request.kind is CommandKind.CLEAR:
-            return self._clear(request)
-        if request.kind is CommandKind.RESTORE:
-            return self._restore(request.deadline_ns)
-        return self._recompute(request)
+        return self._standby.wake(request)
 
     # --- the kinds of command ----------------------------------------------------------------------
 
@@ -284,22 +307,26 @@ class Coordinator:
 
     def _try_update(self, request: CommandRequest, resolved: ResolvedPublication) -> CommandOutcome:
         version, manifest = resolved.version, resolved.manifest
-        if self._is_live_already(resolved) and not request.is_forced:
+        woken = frozenset(Tag) if request.wakes_all else request.options.tags
+        if self._is_live_already(resolved) and not request.is_forced and not woken & self.state.asleep:
             return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt)
         self._check_direction(version, request)
         before = self.state.lifecycle
         request.begin(self._conductor.number + 1)
+        options = request.options._replace(tags=self.state.due(woken))
+        self.state.bring(options.tags)
         outcome = self._conductor.lead(
-            request.kind,
-            deadline_ns=request.deadline_ns,
+            CommandKind.UPDATE,
+            deadline_ns=self._standby.deadline_ns(request),
             version=version,
             content_digest=manifest.content_digest,
+            options=options,
             check_staged=partial(self._check_staged, request, resolved),
         )
         outcome.version = str(version)
         if outcome.outcome is Outcome.DONE:
             request.commit()
-            self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy))
+            self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy), woken)
         elif outcome.outcome is Outcome.REJECTED:
             if outcome.lost and self.state.committed is not None:
                 self._fence_without(outcome.lost)
@@ -331,7 +358,7 @@ class Coordinator:
 
     def _is_live_already(self, resolved: ResolvedPublication) -> bool:
         shown = self.state.live_version, self.state.content_digest
-        return self.state.is_serving and shown == (str(resolved.version), resolved.manifest.content_digest)
+        return self.state.is_live and shown == (str(resolved.version), resolved.manifest.content_digest)
 
     def _check_direction(self, version: WeightVersion, request: CommandRequest) -> None:
         last = self.state.last_version
@@ -340,18 +367,19 @@ class Coordinator:
                 f"version {version} would go back from {last}; nothing changed; force the update if that is meant"
             )
 
-    def _adopt(self, outcome: CommandOutcome, live: Committed) -> None:
+    def _adopt(self, outcome: CommandOutcome, live: Committed, woken: frozenset[Tag]) -> None:
         """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
+        applied = applied_of(outcome.parts)
         if outcome.lost:
             self._fence_without(outcome.lost)
-            self.state.adopt(live, self._conductor.number)
+            self.state.adopt(live, self._conductor.number, applied)
             restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
             outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt
             outcome.lost = restored.lost
             return
         if not self._has_checksums:
             self._chronicle.forget_receipt()
-            self.state.finish_update(live, self._conductor.number)
+            self.state.finish_update(live, self._conductor.number, applied, woken)
             return
         try:
             if outcome.checked is None:
@@ -361,39 +389,35 @@ class Coordinator:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
         self._chronicle.keep_receipt(receipt)
-        self.state.finish_update(live, self._conductor.number)
+        self.state.finish_update(live, self._conductor.number, applied, woken)
 
     def _restore(self, deadline_ns: int) -> CommandOutcome:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
         version is committed there is nothing to bring back, and what a fence could not drop without the dead is."""
         committed = self.state.committed
-        if committed is not None:
-            self.state.fence(self._recovery.reason(), is_torn=False)
+        if committed is not None or not self.state.is_empty:
+            # What sleeps in the memory of one rank alone is nobody's any more when that died.
+            self.state.fence(self._recovery.reason(), is_torn=committed is None)
         before = self.state.lifecycle
-        outcome = self._recovery.recover(committed, deadline_ns, lambda: self.state.undo_update(before))
+        due = self.state.due()
+        self.state.bring(due)
+        outcome = self._recovery.recover(committed, due, deadline_ns, lambda: self.state.undo_update(before))
         if committed is not None and outcome.outcome is Outcome.DONE:
             if outcome.receipt is not None:
                 self._chronicle.keep_receipt(outcome.receipt)
             self.state.start(committed)
-        elif outcome.outcome is Outcome.DONE and self.state.is_fenced and not self.state.is_cleared:
+        elif outcome.outcome is Outcome.DONE and self.state.is_fenced and not self.state.is_empty:
             self._drop_everything()
         return outcome
 
     def _clear(self, request: CommandRequest) -> CommandOutcome:
-        if self.state.is_cleared:
+        self.state.forget_sleep()
+        if self.state.is_empty:
             return CommandOutcome(Outcome.DONE)
-        was_serving = self.state.is_serving
-        self.state.pause()
-        request.begin(self._conductor.number + 1)
-        try:
-            outcome = self._conductor.lead(request.kind, deadline_ns=request.deadline_ns)
-        except FastDeployRLError as error:
-            outcome = CommandOutcome(Outcome.REJECTED, error)
+        outcome = self._standby.lead_closed(request, request.options)
         if outcome.outcome is Outcome.DONE:
             self._chronicle.forget_receipt()
             self.state.clear(self._conductor.number)
-        elif outcome.outcome is Outcome.REJECTED and was_serving and not self._rendezvous.lost_ranks():
-            self.state.resume()
         return outcome
 
     def _recompute(self, request: CommandRequest) -> CommandOutcome:
@@ -412,7 +436,7 @@ class Coordinator:
     def _holds_leftovers(self) -> bool:
         """A fence dropped nothing yet, as where a rank came to no decode boundary in time; all ranks are there now."""
         is_torn = self.state.is_fenced and self.state.committed is None
-        return is_torn and not self.state.is_cleared and not self._rendezvous.lost_ranks()
+        return is_torn and not self.state.is_empty and not self._rendezvous.lost_ranks()
 
     def _drop_everything(self) -> None:
         """After a fence: what the ranks hold is dropped, as far as they still follow; the dead hold nothing. The word

@@ -5,6 +5,7 @@ function of (lifecycle, version, pending command); a value that a foreign proces
 never overwritten, it is the next command."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from fastdeploy_rl.board import layout
@@ -30,6 +31,17 @@ from fastdeploy_rl.update.committed import Committed
 
 _LOADED_BY = {UpdateEvent.VERIFY: Tag.WEIGHT, UpdateEvent.RECAPTURE: Tag.KV_CACHE, UpdateEvent.COMMIT: Tag.GRAPH}
 """The step that finds a tag's memory in place; the step before it put it there."""
+_AWAY = (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
+"""The order in which memory goes: a graph does not outlive what it was captured on."""
+
+
+DROPPING_LEVEL = 2
+"""Of a sleep: weights are dropped, and not kept in host memory."""
+
+
+def gone_with(tags: frozenset[Tag]) -> frozenset[Tag]:
+    """What goes when these are put to sleep: a graph does not outlive what it was captured on."""
+    return tags | {Tag.GRAPH} if tags else tags
 
 
 class EngineState:
@@ -53,6 +65,18 @@ class EngineState:
         self.commands_done = 0
         self.command = 0
         """The number of the last command on the board whose outcome is known here."""
+        self.is_held = False
+        """Somebody paused it, and nobody resumed it since."""
+        self.is_draining = False
+        """Admission is closed, and requests in flight still come to their end."""
+        self.asleep: frozenset[Tag] = frozenset()
+        """What somebody put to sleep; no update brings it back before somebody wakes it."""
+        self.newest_version = ""
+        """Published, as far as is known."""
+        self._brought: frozenset[Tag] = frozenset(Tag)
+        self._live_since_ns = 0
+        self._apply_mode = ""
+        self._has_receipt = False
 
     @property
     def weights_word(self) -> StatusWord:
@@ -61,12 +85,14 @@ class EngineState:
     @property
     def live_version(self) -> str:
         """Empty while none is live."""
-        return "" if self.is_cleared or self.lifecycle.admission is Admission.FENCED else self.last_version
+        is_none = self.lifecycle.weight is Residency.DROPPED or self.lifecycle.admission is Admission.FENCED
+        return "" if is_none else self.last_version
 
     @property
     def committed(self) -> Committed | None:
-        """What every rank holds, or comes back to; None where there is nothing whole."""
-        return Committed(self.last_version, self.content_digest, self.source) if self.source else None
+        """What every rank holds, or comes back to; None where there is nothing whole, or it sleeps."""
+        is_held = bool(self.source) and self.lifecycle.weight is not Residency.OFFLOADED
+        return Committed(self.last_version, self.content_digest, self.source) if is_held else None
 
     @property
     def is_serving(self) -> bool:
@@ -74,28 +100,49 @@ class EngineState:
 
     @property
     def is_whole(self) -> bool:
-        """It serves, and no rank has taken weights away, or is taking them back. What one rank has committed the others
-        have, or will before they do anything else."""
+        """It serves, or lets requests in flight end, and no rank has taken weights away, or is taking them back. What
+        one rank has committed the others have, or will before they do anything else."""
         phase = self.lifecycle.update
-        return self.is_serving and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
+        is_decoding = self.is_serving or self.is_draining
+        return is_decoding and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
 
     @property
     def is_fenced(self) -> bool:
         return self.lifecycle.admission is Admission.FENCED
 
     @property
-    def is_cleared(self) -> bool:
-        return self.lifecycle.weight is Residency.DROPPED
+    def is_empty(self) -> bool:
+        """No rank holds anything."""
+        return set(self.lifecycle.residencies) == {Residency.DROPPED}
+
+    @property
+    def is_live(self) -> bool:
+        """Every rank holds the weights of one version where a forward pass would read them."""
+        return not self.is_fenced and self.lifecycle.weight is Residency.RESIDENT
+
+    def due(self, woken: frozenset[Tag] = frozenset()) -> frozenset[Tag]:
+        """What is to be in place when nothing sleeps but what sleeps now, and is not `woken`: a graph goes with what it
+        was captured on."""
+        wanted = frozenset(Tag) - (self.asleep - woken)
+        is_backed = wanted >= {Tag.WEIGHT, Tag.KV_CACHE}
+        return wanted if is_backed else wanted - {Tag.GRAPH}
 
     # --- events ------------------------------------------------------------------------------------
 
     def start(self, live: Committed) -> None:
-        """A complete version is live for the first time, or again, on every rank."""
+        """A complete version is live for the first time, or again, on every rank; but for what sleeps."""
         with self._lock:
             self._adopt(live)
+            if not self._live_since_ns:
+                self._note_live("")
             finished = [] if self.lifecycle.update is UpdatePhase.IDLE else [UpdateEvent.FINISH]
-            missing = [tag for tag in Tag if self.lifecycle.residency(tag) is not Residency.RESIDENT]
-            self._apply(*finished, *(TagEvent(tag, ResidencyEvent.LOAD) for tag in missing), AdmissionEvent.LOAD)
+            due = self.due()
+            gone = [TagEvent(tag, ResidencyEvent.DROP) for tag in _AWAY if tag not in due and self._is_there(tag)]
+            come = [TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag if tag in due and not self._is_there(tag)]
+            self._apply(*finished, *gone, *come, is_settled=True)
+
+    def _is_there(self, tag: Tag) -> bool:
+        return self.lifecycle.residency(tag) is Residency.RESIDENT
 
     def take_over(self, record: layout.StatusRecord, committed: Committed | None) -> None:
         """In the place of a rank 0 that died, which wrote `record`. Numbers of commands and versions go on, and so does
@@ -104,10 +151,15 @@ class EngineState:
         with self._lock:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
+            self.is_held = bool(record.is_held)
+            self.asleep = frozenset(tag for index, tag in enumerate(Tag) if record.asleep >> index & 1)
             self._shown = self._left_in_word(record)
+            holds_nothing = {record.weight, record.kv_cache, record.graph} <= {"", Residency.DROPPED.value}
             if committed is not None:
                 self._adopt(committed)
-            elif record.admission != Admission.FENCED.value:
+                self._live_since_ns, self._apply_mode = record.live_since_ns, record.apply_mode
+                self._has_receipt = bool(record.has_receipt)
+            elif holds_nothing and record.admission != Admission.FENCED.value:
                 self.start_cleared()
                 return
             self._reason = record.reason if committed is None else "rank 0 died and is back"
@@ -131,27 +183,42 @@ class EngineState:
         if event is UpdateEvent.COMMIT and self.lifecycle.update is UpdatePhase.COMMITTING:
             return  # tried again
         tag = _LOADED_BY.get(event)
-        is_loaded = tag is not None and self.lifecycle.residency(tag) is not Residency.RESIDENT
+        is_loaded = tag is not None and tag in self._brought and not self._is_there(tag)
         loaded = [TagEvent(tag, ResidencyEvent.LOAD)] if tag is not None and is_loaded else []
         self._apply(*loaded, event)
 
-    def finish_update(self, live: Committed, command: int) -> None:
-        """Every rank committed: the engine serves that version."""
+    def bring(self, tags: frozenset[Tag]) -> None:
+        """What the next update finds in place, or brings."""
+        self._brought = tags | {Tag.WEIGHT}
+
+    def finish_update(self, live: Committed, command: int, apply_mode: str, woken: frozenset[Tag]) -> None:
+        """Every rank committed: the engine serves that version, unless it is paused or part of it still sleeps."""
         with self._lock:
             self.command = command
             self._adopt(live)
-            back = {Admission.PAUSED: [AdmissionEvent.RESUME], Admission.FENCED: [AdmissionEvent.LOAD]}
-            self._apply(UpdateEvent.FINISH, *back.get(self.lifecycle.admission, []))
+            self._note_live(apply_mode)
+            self._wake(woken)
+            self._apply(UpdateEvent.FINISH, is_settled=True)
 
-    def adopt(self, live: Committed, command: int) -> None:
+    def adopt(self, live: Committed, command: int, apply_mode: str) -> None:
         """As `finish_update`, where a rank died since: it is to hold that version, before it is served."""
         with self._lock:
             self.command = command
             self._adopt(live)
+            self._note_live(apply_mode)
             self.show()
 
     def _adopt(self, live: Committed) -> None:
         self.last_version, self.content_digest, self.source = live.version, live.content_digest, live.source
+
+    def _note_live(self, apply_mode: str) -> None:
+        self._live_since_ns, self._apply_mode = time.time_ns(), apply_mode
+
+    def _wake(self, tags: frozenset[Tag]) -> None:
+        """Whoever wakes the last of what sleeps ends a pause as well, as FastDeploy's wakeup does."""
+        self.asleep -= tags
+        if tags and not self.asleep:
+            self.is_held = False
 
     def undo_update(self, before: Lifecycle) -> None:
         """Every living rank is back where it was: at `before`; or it has committed, and another one died since."""
@@ -160,25 +227,83 @@ class EngineState:
         if self.lifecycle.update is UpdatePhase.COMMITTING:
             self._apply(UpdateEvent.FINISH)
             return
-        dropped = [
-            TagEvent(tag, ResidencyEvent.DROP)
-            for tag in reversed(Tag)
-            if before.residency(tag) is Residency.DROPPED and self.lifecycle.residency(tag) is not Residency.DROPPED
-        ]
-        self._apply(UpdateEvent.UNDO, *dropped, UpdateEvent.UNDONE)
+        self._apply(UpdateEvent.UNDO, *self._back_to(before), UpdateEvent.UNDONE)
+
+    def _back_to(self, before: Lifecycle) -> list[TagEvent]:
+        events = {Residency.DROPPED: ResidencyEvent.DROP, Residency.OFFLOADED: ResidencyEvent.OFFLOAD}
+        changed = [tag for tag in _AWAY if before.residency(tag) is not self.lifecycle.residency(tag)]
+        return [TagEvent(tag, events[before.residency(tag)]) for tag in changed]
 
     def clear(self, command: int) -> None:
         """Every rank has freed everything."""
         with self._lock:
             self.command = command
-            self.content_digest = self.source = ""
+            self._forget_version()
             pause = [AdmissionEvent.PAUSE] if self.is_serving else []
-            held = [
-                tag
-                for tag in (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
-                if self.lifecycle.residency(tag) is not Residency.DROPPED
-            ]
+            held = [tag for tag in _AWAY if self.lifecycle.residency(tag) is not Residency.DROPPED]
             self._apply(*pause, *(TagEvent(tag, ResidencyEvent.DROP) for tag in held))
+
+    def _forget_version(self) -> None:
+        self.content_digest = self.source = ""
+        self._live_since_ns, self._has_receipt = 0, False
+
+    # --- pauses and sleep --------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Every rank is quiet, until somebody resumes the engine."""
+        with self._lock:
+            self.is_held = True
+            self.show()
+
+    def let_go(self) -> None:
+        """Ends a pause. What is away still keeps requests out."""
+        with self._lock:
+            self.is_held = False
+            self._apply(is_settled=True)
+
+    def drain(self, is_draining: bool) -> None:
+        self.is_draining = is_draining
+
+    def sleep(self, tags: frozenset[Tag], level: int, command: int) -> None:
+        """Every rank has given the memory of these tags away, and what cannot be without it."""
+        with self._lock:
+            self.command = command
+            self.asleep |= tags
+            away = gone_with(tags)
+            if Tag.WEIGHT in away and level == DROPPING_LEVEL:
+                self._forget_version()
+            self._apply(*(TagEvent(tag, event) for tag in _AWAY if tag in away and (event := self._going(tag, level))))
+
+    def _going(self, tag: Tag, level: int) -> ResidencyEvent | None:
+        """How its memory goes; None where it is as far gone already."""
+        now = self.lifecycle.residency(tag)
+        if tag is Tag.WEIGHT and level != DROPPING_LEVEL:
+            return ResidencyEvent.OFFLOAD if now is Residency.RESIDENT else None
+        return None if now is Residency.DROPPED else ResidencyEvent.DROP
+
+    def wake(self, tags: frozenset[Tag], brought: frozenset[Tag], command: int) -> None:
+        """Every rank has what is `brought` in place; `tags` sleep no more."""
+        with self._lock:
+            self.command = command
+            self._wake(tags)
+            come = [tag for tag in Tag if tag in brought and not self._is_there(tag)]
+            self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in come), is_settled=True)
+
+    def forget_sleep(self) -> None:
+        """All is given away: whoever brings weights back brings everything."""
+        with self._lock:
+            self.asleep = frozenset()
+            self.show()
+
+    def note_newest(self, version: str) -> None:
+        with self._lock:
+            if version != self.newest_version:
+                self.newest_version = version
+                self.show()
+
+    def note_receipt(self, has_receipt: bool) -> None:
+        """Whether there is a proof of what is live; shown with the next event."""
+        self._has_receipt = has_receipt
 
     def pause(self) -> None:
         """Admission closes: what follows takes weights away."""
@@ -186,6 +311,7 @@ class EngineState:
             self._apply(AdmissionEvent.PAUSE)
 
     def resume(self) -> None:
+        """What closed admission came to nothing."""
         if self.lifecycle.admission is Admission.PAUSED:
             self._apply(AdmissionEvent.RESUME)
 
@@ -195,7 +321,7 @@ class EngineState:
         with self._lock:
             self._reason = reason
             if is_torn:
-                self.content_digest = self.source = ""
+                self._forget_version()
             is_fenced = self.lifecycle.admission is Admission.FENCED
             # In one go: between an update's end and the fence nobody may see the engine serve.
             self._apply(*self._out_of_update(), *([] if is_fenced else [AdmissionEvent.FENCE]))
@@ -207,14 +333,24 @@ class EngineState:
             return [UpdateEvent.FINISH] if phase is UpdatePhase.COMMITTING else []
         return [UpdateEvent.UNDONE] if phase is UpdatePhase.UNDOING else [UpdateEvent.UNDO, UpdateEvent.UNDONE]
 
-    def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent) -> None:
-        """All events, or none where one of them is illegal."""
+    def _apply(self, *events: AdmissionEvent | UpdateEvent | TagEvent, is_settled: bool = False) -> None:
+        """All events, or none where one of them is illegal. `is_settled`: and then whether requests may come in follows
+        from what is in place; in one go, so that nobody sees an engine that does not serve in between."""
         with self._lock:
             lifecycle = self.lifecycle
             for event in events:
                 lifecycle = lifecycle.after(event)
+            if is_settled and (opening := self._opening(lifecycle)) is not None:
+                lifecycle = lifecycle.after(opening)
             self.lifecycle = lifecycle
             self.show()
+
+    def _opening(self, lifecycle: Lifecycle) -> AdmissionEvent | None:
+        """Opens or closes admission; None where it is right as it is."""
+        may_serve = not self.is_held and set(lifecycle.residencies) == {Residency.RESIDENT}
+        if may_serve and lifecycle.admission is not Admission.SERVING:
+            return AdmissionEvent.RESUME if lifecycle.admission is Admission.PAUSED else AdmissionEvent.LOAD
+        return AdmissionEvent.PAUSE if not may_serve and lifecycle.admission is not Admission.PAUSED else None
 
     # --- the legacy command ------------------------------------------------------------------------
 
@@ -277,6 +413,15 @@ class EngineState:
             commands_done=self.commands_done,
             command=self.command,
             reason=self._fence_reason(answer.reason) if is_fenced else answer.reason,
+            weight=self.lifecycle.weight.value,
+            kv_cache=self.lifecycle.kv_cache.value,
+            graph=self.lifecycle.graph.value,
+            asleep=sum(1 << index for index, tag in enumerate(Tag) if tag in self.asleep),
+            is_held=int(self.is_held),
+            live_since_ns=self._live_since_ns,
+            apply_mode=self._apply_mode,
+            has_receipt=int(self._has_receipt),
+            newest_version=self.newest_version,
         )
         self._board.write(record, layout.STATUS_OFFSET)
 

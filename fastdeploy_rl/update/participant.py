@@ -17,10 +17,13 @@ from msgspec import structs
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
+from fastdeploy_rl.command_options import CommandOptions
+from fastdeploy_rl.config import REBUILD, WAIT, Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.attempt import Failure, attempt
 from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart
+from fastdeploy_rl.update.standby_commands import STANDBY_COMMANDS
 from fastdeploy_rl.update.steps import RankUpdate
 from fastdeploy_rl.update.transaction import (
     ClearCommand,
@@ -38,10 +41,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Handover:
-    """A command that all ranks decided to install, from the manager's thread to the engine's loop."""
+    """A command that all ranks decided to install, from the manager's thread to the engine's loop. `options`: of
+    `record`."""
 
     record: CommandRecord
     command: RankCommand
+    options: CommandOptions
 
 
 class Participant:
@@ -55,10 +60,13 @@ class Participant:
         state: RankState,
         apply_mode: str,
         rollback: str,
+        kv_policy: str = REBUILD,
+        quiet_s: float = Deadlines.quiet_s,
         has_checksums: bool = True,
         observer: StepObserver,
         wake: Callable[[], None],
     ) -> None:
+        """`quiet_s`: of a command that lets requests end, the part of its time in which they do not any more."""
         self.rank = rendezvous.rank
         self._board = board
         self._rendezvous = rendezvous
@@ -66,10 +74,14 @@ class Participant:
         self._state = state
         self._apply_mode = apply_mode
         self._rollback = rollback
+        self._kv_policy = kv_policy
+        self._quiet_ns = int(quiet_s * 1e9)
         self._has_checksums = has_checksums
         self._observer = observer
         self._wake = wake
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
+        self._awaited: _Handover | None = None
+        """What was handed over last."""
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._owed: list[Callable[[], None]] = []
         """Memory of commands that are over, still to be let go; the manager's thread's."""
@@ -83,6 +95,25 @@ class Participant:
     def is_awaited(self) -> bool:
         """A command was handed over that `run` did not take yet."""
         return not self._handovers.empty()
+
+    @property
+    def is_due(self) -> bool:
+        """And this is the boundary for it: what it lets come to an end has, or has had its time."""
+        return self.is_awaited and not self._is_waiting(self._awaited)
+
+    @property
+    def is_draining(self) -> bool:
+        """An update waits for the requests that have begun, so that no other one is to begin."""
+        awaited = self._awaited
+        is_update = awaited is not None and awaited.record.kind == CommandKind.UPDATE
+        return is_update and self.is_awaited and self._is_waiting(awaited)
+
+    def _is_waiting(self, awaited: _Handover | None) -> bool:
+        if awaited is None or awaited.options.in_flight != WAIT:
+            return False
+        begun = awaited.record.kind == CommandKind.UPDATE
+        is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
+        return is_in_time and self._state.runner.num_requests(begun=begun) > 0
 
     @property
     def has_replaced(self) -> bool:
@@ -117,13 +148,14 @@ class Participant:
         else:
             self._rendezvous.vote(record.number, Ballot.REFUSED, phase="refused", error=error.name, reason=error.text)
         if self._decision(Question.INSTALL, record) is Decision.YES:
-            self._hand_over(_Handover(record, command))
+            self._hand_over(_Handover(record, command, CommandOptions.decode(record.options)))
             return True
         self._finish(record, command, Decision.NO, error)
         return False
 
     def _hand_over(self, handover: _Handover) -> None:
         """To the engine's loop; taken back when the deadline passes before it comes for it: then no rank can commit."""
+        self._awaited = handover
         self._handovers.put(handover)
         self._wake()
         self._board.ring()  # a loop that was told of the command by rank 0 may be waiting for it already
@@ -161,9 +193,12 @@ class Participant:
             return ClearCommand(self._state, record.deadline_ns)
         if record.kind == CommandKind.RECOMPUTE:
             return RecomputeCommand(self._state)
+        options = CommandOptions.decode(record.options)
+        if standby := STANDBY_COMMANDS.get(record.kind):
+            return standby(self._state, options, record.deadline_ns)
         version, live = WeightVersion(record.epoch, record.step), self._state.live
         if record.kind == CommandKind.RESTORE and live is not None and live.version == version:
-            return KeepCommand(self._state, record.deadline_ns)
+            return KeepCommand(self._state, options.tags, record.deadline_ns)
         update = RankUpdate(
             version=version,
             content_digest=record.content_digest,
@@ -174,6 +209,10 @@ class Participant:
             arenas=self._state.arenas,
             apply_mode=self._apply_mode,
             rollback=self._rollback,
+            kv_policy=options.kv or self._kv_policy,
+            in_flight=options.in_flight,
+            aborts_late=options.aborts_late,
+            brings=options.tags,
             has_checksums=self._has_checksums,
             num_threads=self._state.num_threads,
             old=live,
@@ -277,10 +316,12 @@ class Participant:
         the rest from nothing."""
         runner, live = self._state.runner, self._state.live
         self._attempt(lambda: runner.abort_requests("the engine is fenced"))
+        self._attempt(runner.drop_graphs)
         self._attempt(runner.drop_kv_cache)
         self._attempt(runner.unbind)
         self._state.live = None
         self._attempt(command.abandon)
+        self._attempt(self._state.release_offloaded)
         if live is not None:
             self._attempt(lambda: live.release(self._state.arenas))
 

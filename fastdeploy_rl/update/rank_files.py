@@ -41,6 +41,11 @@ def receipts_of(parts: Iterable[RankPart]) -> list[RankReceipt]:
     return [part.receipt for part in parts if part.receipt is not None]
 
 
+def applied_of(parts: Iterable[RankPart]) -> str:
+    """How ranks that share a command took weights over; those that differ, joined."""
+    return "+".join(sorted({part.report.applied for part in parts if part.report is not None and part.report.applied}))
+
+
 class RankFiles:
     """The files of one run directory."""
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from fastdeploy_rl.board.board import rank_lock_path
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
+from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ChecksumMismatchError, FastDeployRLError, FencedError, PeerLostError
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.memory.owner_lock import is_alive
 from fastdeploy_rl.receipt import Receipt, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome
@@ -79,17 +81,19 @@ class Recovery:
         who = f"ranks {lost} died" if lost else "a rank died and is back"
         return f"{who}; the engine serves again when all hold the same version"
 
-    def recover(self, committed: Committed | None, deadline_ns: int, undone: Callable[[], None]) -> CommandOutcome:
-        """Waits for the successors of dead ranks, then brings every rank to `committed`: DONE or FENCED. `undone` is
-        called after each attempt that came to nothing because one more rank died."""
+    def recover(
+        self, committed: Committed | None, due: frozenset[Tag], deadline_ns: int, undone: Callable[[], None]
+    ) -> CommandOutcome:
+        """Waits for the successors of dead ranks, then brings every rank to `committed`: DONE or FENCED. `due`: what is
+        to be in place then. `undone` is called after each attempt that came to nothing because one more rank died."""
         try:
             self._check_whole()
             self._await_back(deadline_ns)
-            outcome = self._restored(committed)
+            outcome = self._restored(committed, due)
             while outcome.lost and outcome.outcome is not Outcome.FENCED and time.monotonic_ns() < deadline_ns:
                 undone()
                 self._await_back(deadline_ns)
-                outcome = self._restored(committed)
+                outcome = self._restored(committed, due)
         except FastDeployRLError as error:
             outcome = CommandOutcome(Outcome.FENCED, FencedError(f"not recovered: {error}"))
         if outcome.outcome is not Outcome.DONE or outcome.lost:
@@ -114,14 +118,14 @@ class Recovery:
         last_ns = min(deadline_ns, time.monotonic_ns() + int(self._deadlines.rejoin_s * 1e9))
         self._rendezvous.await_ranks(lambda record: bool(record.phase), f"return of ranks {lost}", last_ns)
 
-    def _restored(self, committed: Committed | None) -> CommandOutcome:
+    def _restored(self, committed: Committed | None, due: frozenset[Tag]) -> CommandOutcome:
         incarnations = [record.incarnation for record in self._rendezvous.records()]
         deadline_ns = time.monotonic_ns() + int(self._deadlines.update_s * 1e9)
-        outcome = CommandOutcome(Outcome.DONE) if committed is None else self._lead(committed, deadline_ns)
+        outcome = CommandOutcome(Outcome.DONE) if committed is None else self._lead(committed, due, deadline_ns)
         self._incarnations = incarnations
         return outcome
 
-    def _lead(self, committed: Committed, deadline_ns: int) -> CommandOutcome:
+    def _lead(self, committed: Committed, due: frozenset[Tag], deadline_ns: int) -> CommandOutcome:
         version = WeightVersion.parse(committed.version)
         layout_digest = self._layout_digest
         if not committed.is_cold:
@@ -138,6 +142,7 @@ class Recovery:
             deadline_ns=deadline_ns,
             version=version,
             content_digest=committed.content_digest,
+            options=CommandOptions(tags=due),
             check_staged=check_staged if self._has_checksums else None,
         )
         outcome.version = committed.version

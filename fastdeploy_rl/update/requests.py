@@ -12,13 +12,14 @@ from typing import Protocol
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import Decision, OutcomeRecord, RequestRecord, SlotState
+from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import MAX_DEADLINE_S
 from fastdeploy_rl.lifecycle import LegacyCommand
 from fastdeploy_rl.memory.owner_lock import is_alive
 from fastdeploy_rl.report import CommandKind, Outcome, UpdateReport
 from fastdeploy_rl.update.engine_state import EngineState
 
-_OF_CLIENTS = frozenset({CommandKind.UPDATE, CommandKind.CLEAR, CommandKind.RECOMPUTE})
+_OF_CLIENTS = frozenset(CommandKind) - {CommandKind.RESTORE}
 """What may be asked for; RESTORE is the engine's own."""
 
 
@@ -31,6 +32,9 @@ class CommandRequest(Protocol):
     version: str
     is_forced: bool
     deadline_ns: int
+    options: CommandOptions
+    wakes_all: bool
+    """Whatever sleeps is woken: who asks knows nothing of sleep."""
 
     def begin(self, number: int) -> None: ...
 
@@ -47,6 +51,8 @@ class LegacyRequest:
         self.version = ""
         self.is_forced = False
         self.deadline_ns = deadline_ns
+        self.options = CommandOptions()
+        self.wakes_all = True
         self._state = state
 
     def begin(self, number: int) -> None:
@@ -67,6 +73,8 @@ class RestoreRequest:
         self.version = ""
         self.is_forced = False
         self.deadline_ns = deadline_ns
+        self.options = CommandOptions()
+        self.wakes_all = False
 
     def begin(self, number: int) -> None:
         return None
@@ -88,6 +96,8 @@ class BoardRequest:
         # One that is long over, absurd or spent in the queue, must not be so for the ranks' way back too.
         now = time.monotonic_ns()
         self.deadline_ns = max(now, min(record.deadline_ns, now + int(MAX_DEADLINE_S * 1e9)))
+        self.options = CommandOptions.decode(record.options)
+        self.wakes_all = False
         self._board = board
         self._slot = slot
         self._token = token
@@ -134,7 +144,7 @@ def running_requests(board: Board) -> list[BoardRequest]:
             board.exchange(offset, word, SlotState.FREE)
         elif layout.is_in_state(word, SlotState.RUNNING):
             record = board.read_plain(RequestRecord, offset + layout.REQUEST_IN_SLOT)
-            if record.kind not in _OF_CLIENTS:
+            if not _is_request(record):
                 board.store(offset, SlotState.FREE)
                 continue
             left.append(BoardRequest(board, slot, layout.slot_token(word), record))
@@ -179,10 +189,15 @@ def _take(board: Board, slot: int, word: int) -> BoardRequest | None:
     # Read only now that its client cannot change it: it may have withdrawn the request we looked at and put another
     # one, with an equal word, in its place.
     record = board.read_plain(RequestRecord, offset + layout.REQUEST_IN_SLOT)
-    if record.kind in _OF_CLIENTS:
+    if _is_request(record):
         return BoardRequest(board, slot, token, record)
     board.store(offset, SlotState.FREE)
     return None
+
+
+def _is_request(record: RequestRecord) -> bool:
+    """Another process may write anything there."""
+    return record.kind in _OF_CLIENTS and CommandOptions.is_number(record.options)
 
 
 def unread_commands(board: Board) -> set[int]:

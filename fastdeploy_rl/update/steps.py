@@ -12,16 +12,17 @@ from typing import TypeVar
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import ZERO
-from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, AUTO, COPY, KEEP, OFF, REFETCH
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, AUTO, COPY, KEEP, OFF, REBUILD, REFETCH, WAIT
 from fastdeploy_rl.errors import (
     ConfigurationError,
+    DeadlineExceededError,
     NoPublicationError,
     NotAliasableError,
     StepFailedError,
     TrainerError,
     WorldError,
 )
-from fastdeploy_rl.lifecycle import UpdateEvent
+from fastdeploy_rl.lifecycle import Tag, UpdateEvent
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import Plan, PlannedParameter
@@ -59,6 +60,11 @@ class RankUpdate:
     num_threads: int
     old: LiveWeights | None
     rollback: str = KEEP
+    kv_policy: str = REBUILD
+    in_flight: str = KEEP
+    aborts_late: bool = False
+    brings: frozenset[Tag] = frozenset(Tag)
+    """What the engine is to have in place afterwards, besides the weights; the rest sleeps on."""
     has_checksums: bool = True
     """False: nothing is read that need not be copied, and nothing is proved."""
     resolved: ResolvedPublication | None = None
@@ -74,8 +80,10 @@ class RankUpdate:
     new: LiveWeights | None = None
     is_installed: bool = False
     """The parameters may lie in new memory, or hold new bytes."""
-    is_kv_rebuilt: bool = False
+    is_kv_touched: bool = False
+    """The cache may be the new weights', rebuilt or kept."""
     is_recaptured: bool = False
+    graphs_captured: int = 0
     is_kv_lost: bool = False
     """An undo emptied the old weights' KV cache."""
 
@@ -282,7 +290,12 @@ def undo_nothing(update: RankUpdate) -> None:
 
 
 def drain(update: RankUpdate) -> int:
+    """Where requests were to come to their end first, and had no time for it, the update is off, unless they are to be
+    aborted then."""
     update.runner.drain(update.deadline_ns)
+    left = update.runner.num_requests(begun=True) if update.in_flight == WAIT else 0
+    if left and not update.aborts_late:
+        raise DeadlineExceededError(f"{left} requests in flight did not end in time; nothing changed")
     return 0
 
 
@@ -312,10 +325,17 @@ def uninstall(update: RankUpdate) -> None:
         restore(_known(update.way_back), old, runner.rank, update.num_threads)
     else:
         runner.bind(old.views)
-        _check_bound(runner, old)
-    if old is not None and update.is_recaptured:
-        runner.recapture_graphs()
+        check_bound(runner, old)
+    if update.is_recaptured:
+        _graphs_of_before(update)
     update.is_recaptured = update.is_installed = False
+
+
+def _graphs_of_before(update: RankUpdate) -> None:
+    if update.old is None:
+        update.runner.drop_graphs()
+    else:
+        update.runner.recapture_graphs()
 
 
 # --- verify: what is bound is what was staged ------------------------------------------------------
@@ -325,7 +345,7 @@ def verify(update: RankUpdate) -> int:
     """By reading back what apply mode copy copied. Else by place: to nobody's knowledge is that memory written since
     `stage` filled it, or summed it up; `live_weights.audit` reads it when the engine serves again."""
     new = _known(update.new)
-    _check_bound(update.runner, new)
+    check_bound(update.runner, new)
     if update.apply_mode != COPY:
         return 0
     check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
@@ -333,7 +353,8 @@ def verify(update: RankUpdate) -> int:
     return sum(view.num_bytes for view in new.views.values())
 
 
-def _check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
+def check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
+    """StepFailedError where the runner's parameters lie elsewhere than the version's."""
     bound = runner.bound()
     astray = [name for name, view in weights.views.items() if name not in bound or not view.same_place(bound[name])]
     if astray or len(bound) != len(weights.views):
@@ -347,33 +368,51 @@ def _check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
 
 
 def rebuild_kv_cache(update: RankUpdate) -> int:
-    update.is_kv_rebuilt = True
-    update.runner.rebuild_kv_cache(_known(update.new).content_digest)
+    """Or keep it, where that is wanted, for the requests in flight alone. One that sleeps stays away."""
+    if Tag.KV_CACHE not in update.brings:
+        return 0
+    update.is_kv_touched = True
+    digest = _known(update.new).content_digest
+    if update.kv_policy == KEEP and update.old is not None:
+        update.runner.keep_kv_cache(digest)
+    else:
+        update.runner.rebuild_kv_cache(digest)
     return 0
 
 
 def restore_kv_cache(update: RankUpdate) -> None:
-    """An empty cache for the old weights: what it held is lost, and kept requests compute theirs anew."""
-    if not update.is_kv_rebuilt:
+    """A cache that was kept is the old weights' again. One that was rebuilt is empty: what it held is lost, and kept
+    requests compute theirs anew."""
+    if not update.is_kv_touched:
         return
     if update.old is None:
         update.runner.drop_kv_cache()
+    elif update.kv_policy == KEEP:
+        update.runner.keep_kv_cache(update.old.content_digest)
     else:
         update.is_kv_lost = True
         update.runner.rebuild_kv_cache(update.old.content_digest)
-    update.is_kv_rebuilt = False
+    update.is_kv_touched = False
 
 
 def recapture_graphs(update: RankUpdate) -> int:
-    update.is_recaptured = True
-    update.runner.recapture_graphs()
+    if Tag.GRAPH in update.brings:
+        update.is_recaptured = True
+        update.graphs_captured = update.runner.recapture_graphs()
     return 0
 
 
 # --- commit: from here on tokens carry the new version ---------------------------------------------
 
 
+ABORTED = "the weights were updated"
+"""What a request is told that an update aborts."""
+
+
 def name_version(update: RankUpdate) -> int:
+    """Requests are aborted no sooner, so that an update which comes to nothing aborts nobody."""
+    if update.in_flight != KEEP:
+        update.runner.abort_requests(ABORTED, is_fault=False, begun=True)
     update.runner.set_version(str(_known(update.new).version))
     return 0
 

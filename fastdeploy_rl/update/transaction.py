@@ -13,13 +13,14 @@ from typing import NamedTuple, Protocol
 from fastdeploy_rl.checksum import Fletcher4
 from fastdeploy_rl.config import COPY, KEEP
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.receipt import RankReceipt
-from fastdeploy_rl.report import RankReport, StepReport
+from fastdeploy_rl.report import KV_KEPT, KV_LOST, KV_REBUILT, RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import StagedSource, WeightSource
-from fastdeploy_rl.update.live_weights import LiveWeights, live_checksums
+from fastdeploy_rl.update.live_weights import LiveWeights, OffloadedWeights, live_checksums
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
 from fastdeploy_rl.update.way_back import WayBack
 
@@ -28,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RankState:
-    """What outlives a command on one rank. `live` is None while cleared."""
+    """What outlives a command on one rank. `live` is None while no parameter is bound: cleared, or asleep; `offloaded`
+    is what sleeps in host memory meanwhile."""
 
     runner: ModelRunner
     source: WeightSource
@@ -36,6 +38,13 @@ class RankState:
     arenas: ArenaPair
     num_threads: int
     live: LiveWeights | None = None
+    offloaded: OffloadedWeights | None = None
+
+    def release_offloaded(self) -> None:
+        """What sleeps is gone then; where nothing does, nothing happens."""
+        offloaded, self.offloaded = self.offloaded, None
+        if offloaded is not None:
+            offloaded.release()
 
 
 class RankCommand(Protocol):
@@ -156,7 +165,7 @@ class UpdateCommand:
         self._update = update
         self._steps = StepRunner(update, observer)
         self._is_aliasing = False
-        self._spent: list[StagedSource | WayBack] = []
+        self._spent: list[StagedSource | WayBack | OffloadedWeights] = []
         self._rollback = _Rollback("", 0, "")
 
     def stage(self) -> None:
@@ -188,6 +197,9 @@ class UpdateCommand:
             self._spent.append(update.staged)
         if update.way_back is not None:
             self._spent.append(update.way_back)
+        if self._state.offloaded is not None:
+            self._spent.append(self._state.offloaded)
+            self._state.offloaded = None
         new.arena = update.arena
         if update.copies_in_place and old is not None:
             new.arena, old.arena = old.arena, None  # the parameters live where they lived
@@ -238,7 +250,8 @@ class UpdateCommand:
             rollback=self._rollback.policy,
             rollback_bytes=self._rollback.num_bytes,
             rollback_reason=self._rollback.reason,
-            kv="lost" if update.is_kv_lost else "",
+            kv=_kv_word(update),
+            graphs_captured=update.graphs_captured,
             error=error,
         )
 
@@ -247,7 +260,14 @@ class UpdateCommand:
         return None if new is None else rank_receipt(self._update.runner.rank, new, new.live)
 
 
-class _PlainCommand:
+def _kv_word(update: RankUpdate) -> str:
+    if update.is_kv_lost:
+        return KV_LOST
+    is_kept = update.kv_policy == KEEP and update.old is not None
+    return "" if not update.is_kv_touched else (KV_KEPT if is_kept else KV_REBUILT)
+
+
+class PlainCommand:
     """A command that stages nothing and has nothing to take back."""
 
     def __init__(self, state: RankState) -> None:
@@ -279,7 +299,7 @@ class _PlainCommand:
         self._steps.append(StepReport(step=step, seconds=time.monotonic() - started, num_bytes=num_bytes))
 
 
-class ClearCommand(_PlainCommand):
+class ClearCommand(PlainCommand):
     """CLEAR: everything goes. Nothing is destroyed before the commit."""
 
     def __init__(self, state: RankState, deadline_ns: int) -> None:
@@ -297,9 +317,12 @@ class ClearCommand(_PlainCommand):
         runner, live = self._state.runner, self._state.live
         num_bytes = 0 if live is None else sum(view.num_bytes for view in live.views.values())
         runner.abort_requests("the engine was cleared")
+        runner.drop_graphs()
         runner.drop_kv_cache()
         runner.unbind()
-        self._state.live, self._dropped = None, live
+        if live is not None:
+            self._state.live, self._dropped = None, live
+        self._state.release_offloaded()
         self._release_dropped()
         self._state.arenas.drop()
         self._state.source.trim()
@@ -314,26 +337,37 @@ class ClearCommand(_PlainCommand):
             self._dropped = None
 
 
-class KeepCommand(_PlainCommand):
-    """RESTORE on a rank that holds the version: it stays, and what a broken step left in the KV cache goes."""
+class KeepCommand(PlainCommand):
+    """RESTORE on a rank that holds the version: it stays, and what a broken step left in the KV cache goes. `tags`: what is
+    to be in place; the rest sleeps."""
 
-    def __init__(self, state: RankState, deadline_ns: int) -> None:
+    def __init__(self, state: RankState, tags: frozenset[Tag], deadline_ns: int) -> None:
         super().__init__(state)
+        self._tags = tags
         self._deadline_ns = deadline_ns
 
     def stall(self) -> None:
         started = time.monotonic()
         runner = self._state.runner
         runner.drain(self._deadline_ns)
-        runner.rebuild_kv_cache(_live(self._state).content_digest)
+        if Tag.KV_CACHE in self._tags:
+            runner.rebuild_kv_cache(_live(self._state).content_digest)
+        else:
+            runner.drop_kv_cache()
         self._note("rebuild_kv_cache", started)
+        started = time.monotonic()
+        if Tag.GRAPH in self._tags:
+            runner.recapture_graphs()
+        else:
+            runner.drop_graphs()
+        self._note("recapture_graphs", started)
 
     def receipt(self) -> RankReceipt:
         live = _live(self._state)
         return rank_receipt(self._state.runner.rank, live, live.live)
 
 
-class RecomputeCommand(_PlainCommand):
+class RecomputeCommand(PlainCommand):
     """RECOMPUTE: reads live memory again and says what it sums up to now. Changes nothing."""
 
     def __init__(self, state: RankState) -> None:

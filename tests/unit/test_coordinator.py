@@ -31,6 +31,7 @@ def test_a_thread_that_does_not_end_is_named(board: Board) -> None:
         deadlines=Deadlines(stop_s=0.01),
         is_restarted_on_death=False,
         on_fault=lambda reason: None,
+        wake=lambda: None,
     )
     goes_on = threading.Event()
     stubborn = threading.Thread(target=goes_on.wait, args=(20.0,), name="stubborn")

@@ -234,7 +234,7 @@ def test_an_engine_cannot_resume_without_weights() -> None:
 def test_a_fenced_engine_cannot_resume_however_much_it_still_holds() -> None:
     """What is there may be of two versions."""
     fenced = walk(SERVING, AdmissionEvent.FENCE)
-    with pytest.raises(LifecycleError, match="resume is illegal while fenced; legal: load, stop"):
+    with pytest.raises(LifecycleError, match="resume is illegal while fenced; legal: load, pause, stop"):
         fenced.after(AdmissionEvent.RESUME)
 
 

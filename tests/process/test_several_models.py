@@ -19,6 +19,7 @@ from fastdeploy_rl.report import UpdateReport
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine, held_bytes
+from tests.process.test_rank_death import await_recovery, kill
 from tests.process.trainer import Trainer
 
 Weights = dict[str, np.ndarray]
@@ -288,10 +289,11 @@ def test_a_frozen_draft_is_bound_at_its_start_and_never_again(channel: Path) -> 
         client.clear()
         publish(publisher, b, 5)
         client.update()
-        found = live(engine)
-        assert found[::2] == [bytes_of(MAIN, b, rank) for rank in range(NUM_RANKS)]
-        assert found[1::2] == held
+        expected_now = [bytes_of(MAIN, b, rank) for rank in range(NUM_RANKS)]
+        assert (live(engine)[::2], live(engine)[1::2]) == (expected_now, held)
+        kill(engine, 1)
+        await_recovery(engine, client, 1)
+        assert (live(engine)[::2], live(engine)[1::2]) == (expected_now, held)
         for rank in range(NUM_RANKS):
             calls = engine.ask(rank, "draft calls")
             assert [call for call in calls if "bind" in call] == ["bind"]
-            assert calls.count("rebuild_kv_cache") == 5

@@ -4,7 +4,7 @@ import pytest
 
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.manifest import Fused, Run
-from fastdeploy_rl.plan.conventions import TensorRule, hugging_face, paddle_llama, paddleformers
+from fastdeploy_rl.plan.conventions import TensorRule, by_namespace, hugging_face, paddle_llama, paddleformers
 
 ATTENTION = "model.layers.3.self_attn."
 MLP = "model.layers.3.mlp."
@@ -88,3 +88,37 @@ def test_a_fused_tensor_that_the_config_cannot_have_made_is_refused(shape: tuple
 def test_a_config_that_says_too_little_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         paddleformers(CONFIG | change)
+
+
+# --- several models -----------------------------------------------------------------------------------
+
+
+def test_a_draft_models_tensors_are_split_and_turned_by_their_names_inside_it() -> None:
+    for convention in (paddle_llama, hugging_face):
+        for name in ("q_proj.weight", "o_proj.weight", "q_proj.bias"):
+            shape = (6, 4)[: 1 + name.endswith("weight")]
+            rule = convention(ATTENTION + name, shape)
+            assert convention(f"draft/{ATTENTION}{name}", shape) == rule._replace(name=f"draft/{ATTENTION}{name}")
+
+
+def test_each_model_has_the_convention_of_its_namespace() -> None:
+    rules = by_namespace(hugging_face, draft=paddleformers(CONFIG))
+    name = ATTENTION + "qkv_proj.weight"
+    bare = paddleformers(CONFIG)(name, (8, 16))
+    moved = rules(f"draft/{name}", (8, 16))
+    assert rules(ATTENTION + "q_proj.weight", (6, 4)) == hugging_face(ATTENTION + "q_proj.weight", (6, 4))
+    assert (moved.name, moved.shard_axis, moved.fused.axis) == (f"draft/{name}", bare.shard_axis, bare.fused.axis)
+    assert moved.fused.runs == tuple(Run(f"draft/{run.name}", run.start, run.stop) for run in bare.fused.runs)
+
+
+def test_a_name_in_a_namespace_without_a_convention_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"mtp/norm.*namespace 'mtp'; there is one for draft"):
+        by_namespace(paddle_llama, draft=paddle_llama)("mtp/norm", (4,))
+    with pytest.raises(ConfigurationError, match="a/b"):
+        by_namespace(paddle_llama, **{"a/b": paddle_llama})
+
+
+def test_a_fused_tensor_is_never_taken_apart_by_another_models_config() -> None:
+    with pytest.raises(ConfigurationError, match="by_namespace"):
+        paddleformers(CONFIG)(f"draft/{ATTENTION}qkv_proj.weight", (8, 16))
+    assert paddleformers(CONFIG)("draft/model.norm.weight", (4,)) == TensorRule("draft/model.norm.weight")

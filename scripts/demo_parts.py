@@ -1,6 +1,6 @@
 """The demo's stage hands: processes that speak JSON lines, an engine over HTTP, the memory of its workers.
 
-Owns how the story starts, asks, measures and stops; the story itself is demo_story.py.
+Owns how a story starts, asks, measures and stops; the stories are demo_story.py and lifecycle_story.py.
 """
 
 import contextlib
@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 Json = dict[str, Any]
 START_S = 120.0
@@ -26,6 +28,25 @@ STOP_S = 20.0
 
 class DemoError(Exception):
     """A part of the demo did not do what it should; the text says where to look."""
+
+
+@dataclass
+class Teller:
+    """Says on the terminal what happens, and which promises were kept."""
+
+    console: Console
+    broken_promises: list[str] = field(default_factory=list, init=False)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"  {text}")
+
+    def promise(self, is_kept: bool, text: str) -> bool:
+        """One line with its verdict; a broken one fails the demo in the end."""
+        mark = "[green]kept[/]" if is_kept else "[bold red]BROKEN[/]"
+        self.console.print(f"  {mark}  {text}")
+        if not is_kept:
+            self.broken_promises.append(text)
+        return is_kept
 
 
 class JsonProcess:
@@ -120,6 +141,7 @@ class Engine:
     ) -> None:
         """`options`: further ones of `serve`."""
         self.port, self.board_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.weight_bytes: list[int] = []
         self._process = JsonProcess(
             [
@@ -137,7 +159,7 @@ class Engine:
             ],
             log_dir / "serve",
         )
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=ANSWER_S)
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
 
     def await_ready(self) -> Json:
         event = list(self._process.events("ready", START_S))[-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo_parts import ANSWER_S, START_S, DemoError, Engine, Json, JsonProcess
+from demo_parts import ANSWER_S, START_S, DemoError, Engine, Json, JsonProcess, Teller
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -33,10 +33,9 @@ TAKEN_OVER = {
 
 
 @dataclass
-class Story:
+class Story(Teller):
     """Everything the parts need, and what they found out."""
 
-    console: Console
     engine: Engine
     trainer: JsonProcess
     load_strategy: str
@@ -44,19 +43,7 @@ class Story:
     max_steps: int = 0
     broken_names: list[str] = field(default_factory=list)
     rows: list[tuple[str, str, float, int, str]] = field(default_factory=list)
-    broken_promises: list[str] = field(default_factory=list)
     summary: Json = field(default_factory=dict)
-
-    def say(self, text: str) -> None:
-        self.console.print(f"  {text}")
-
-    def promise(self, is_kept: bool, text: str) -> bool:
-        """One line with its verdict; a broken one fails the demo in the end."""
-        mark = "[green]kept[/]" if is_kept else "[bold red]BROKEN[/]"
-        self.console.print(f"  {mark}  {text}")
-        if not is_kept:
-            self.broken_promises.append(text)
-        return is_kept
 
     def row(self, step: str, version: str, seconds: float, num_bytes: int, outcome: str) -> None:
         self.rows.append((step, version, seconds, num_bytes, outcome))

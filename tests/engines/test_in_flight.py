@@ -26,7 +26,7 @@ from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from tests.process.trainer import Trainer
 
 PROMPTS = ([(7 * place + 3) % 250 for place in range(3 * PAGE_TOKENS + 5)], [9, 8, 7])
-NUM_LONG, NUM_SHORT = 300, 24
+NUM_LONG, NUM_LONGER, NUM_SHORT = 200, 400, 24
 
 
 class Setup(NamedTuple):
@@ -72,13 +72,13 @@ class Rig:
         return self.engine.complete(prompt, NUM_SHORT, logprobs=0)
 
     @contextmanager
-    def in_flight(self) -> Iterator[list[Answer]]:
+    def in_flight(self, num_tokens: int = NUM_LONG) -> Iterator[list[Answer]]:
         """Two streamed requests that have begun, next to each other. Their answers when the block ends, which waits for
         them."""
         answers: list[Answer] = []
         with (
-            self.engine.stream(PROMPTS[0], NUM_LONG, logprobs=0) as first,
-            self.engine.stream(PROMPTS[1], NUM_LONG, logprobs=0) as second,
+            self.engine.stream(PROMPTS[0], num_tokens, logprobs=0) as first,
+            self.engine.stream(PROMPTS[1], num_tokens, logprobs=0) as second,
         ):
             begun = [next(first)], [next(second)]
             yield answers
@@ -146,19 +146,31 @@ def check_in_flight(rig: Rig, answers: list[Answer], in_flight: str, old: str, n
         assert (len(answer.tokens) == NUM_LONG) == (reason == "length")
 
 
-def check_new_requests(rig: Rig, cold: ColdRunner, version: str) -> None:
+def check_new_requests(rig: Rig, cold: ColdRunner, version: str, prompt: Sequence[int] = PROMPTS[0]) -> None:
     """The first one finds nothing in the cache that others left, and says to the bit what a cold engine says; the
     second one finds what the first one left. Alone, so that nothing is added up in another order."""
-    first = rig.ask(PROMPTS[0])
-    assert cached_tokens(first) == 0
-    answer = Answer.of(first)
+    first = rig.ask(prompt)
+    answer = check_new_request(rig, version, first, num_cached=0)
+    if rig.setup.num_ranks == 1:  # the ranks' sums have an order of their own
+        assert (answer.tokens, answer.logprobs) == cold.ask(rig.versions[version].weights, prompt)
+    check_new_request(rig, version, rig.ask(prompt), num_cached=3 * PAGE_TOKENS)
+
+
+def check_new_request(rig: Rig, version: str, body: dict[str, Any], *, num_cached: int) -> Answer:
+    answer = Answer.of(body)
+    assert cached_tokens(body) == num_cached
     assert [span.version for span in answer.spans] == [version]
     assert disagreements(SETTINGS, rig.versions, answer) == []
-    if rig.setup.num_ranks == 1:  # the ranks' sums have an order of their own
-        assert (answer.tokens, answer.logprobs) == cold.ask(rig.versions[version].weights, PROMPTS[0])
-    second = rig.ask(PROMPTS[0])
-    assert cached_tokens(second) == 3 * PAGE_TOKENS
-    assert disagreements(SETTINGS, rig.versions, Answer.of(second)) == []
+    return answer
+
+
+def check_after(rig: Rig, cold: ColdRunner, version: str, kv: str, in_flight: str) -> None:
+    """A request that was kept across a rebuild has filled pages anew, with the new weights alone: those may be used."""
+    if (kv, in_flight) == (REBUILD, KEEP):
+        check_new_request(rig, version, rig.ask(PROMPTS[0]), num_cached=3 * PAGE_TOKENS)
+        check_new_requests(rig, cold, version, PROMPTS[0][::-1])
+    else:
+        check_new_requests(rig, cold, version)
 
 
 def check_refused_while_paused(rig: Rig) -> None:
@@ -181,7 +193,7 @@ def test_a_pause_an_update_and_what_comes_after(rig: Rig, cold: ColdRunner, kv: 
             check_refused_while_paused(rig)
             control.resume()
     check_in_flight(rig, answers, in_flight, old, new)
-    check_new_requests(rig, cold, new)
+    check_after(rig, cold, new, kv, in_flight)
 
 
 @only(SETUPS[0], SETUPS[-1])
@@ -195,15 +207,15 @@ def test_an_update_that_says_what_becomes_of_requests(rig: Rig, cold: ColdRunner
             report = rig.engine.control.update(kv=kv, in_flight=in_flight)
     assert (report.outcome, report.version) == ("done", new)
     check_in_flight(rig, answers, in_flight, old, new)
-    check_new_requests(rig, cold, new)
+    check_after(rig, cold, new, kv, in_flight)
 
 
 @only(SETUPS[0], SETUPS[-1])
-def test_two_updates_in_one_answer_leave_three_kinds_of_keys_and_values(rig: Rig, cold: ColdRunner) -> None:
+def test_four_updates_in_one_answer_leave_keys_and_values_of_three_kinds(rig: Rig, cold: ColdRunner) -> None:
     old = rig.engine.control.status().version
-    with rig.trainer() as trainer, rig.in_flight() as answers:
+    with rig.trainer() as trainer, rig.in_flight(NUM_LONGER) as answers:
         versions = [old]
-        for kv in (KEEP, KEEP, REBUILD):
+        for kv in (KEEP, REBUILD, KEEP, KEEP):
             versions.append(rig.publish(trainer, kv))
             rig.engine.control.update(kv=kv)
     for answer in answers:
@@ -226,8 +238,4 @@ def test_what_the_same_weights_left_may_be_used_when_they_come_back(rig: Rig, co
         check_new_requests(rig, cold, other)
         again = rig.publish(trainer, KEEP, dict(rig.versions[first].weights))
         rig.engine.control.update(kv=KEEP)
-        body = rig.ask(PROMPTS[0])
-    assert cached_tokens(body) == 3 * PAGE_TOKENS
-    answer = Answer.of(body)
-    assert [span.version for span in answer.spans] == [again]
-    assert disagreements(SETTINGS, rig.versions, answer) == []
+        check_new_request(rig, again, rig.ask(PROMPTS[0]), num_cached=3 * PAGE_TOKENS)

@@ -12,6 +12,7 @@ cannot serve, this refuses or waits instead: nothing is served before all tags a
     POST /v1/update_weights          {"version"?, "verify_checksum"?}, while it is paused; {"deadline_s"?} beyond
 """
 
+import contextlib
 import logging
 import re
 import time
@@ -27,16 +28,15 @@ from fastdeploy_rl.control.api_page import ApiRoutes, Query
 from fastdeploy_rl.control.http_messages import json_answer, read_body
 from fastdeploy_rl.control.weight_routes import InFlightWord, OnTimeoutWord, PauseBody, SleepLevel, TagWords
 from fastdeploy_rl.control.weights_service import WeightsService
-from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, RequestError
+from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, NoPublicationError, RequestError
 from fastdeploy_rl.lifecycle import Residency, Tag
 from fastdeploy_rl.report import EngineStatus, RankReport
-from fastdeploy_rl.version import WeightVersion
+from fastdeploy_rl.update.committed import CHECKPOINT
 
 _log = logging.getLogger(__name__)
 CONTROL_CODES = (200, 400, 500)
 SLEEP_TAGS = (Tag.WEIGHT.value, Tag.KV_CACHE.value)
 """FastDeploy's; its graphs go and come with them, as here. A caller may name `graph` too."""
-CHECKPOINT = "checkpoint"
 _STAGE = "stage"
 _MEANT = {
     "version": "a string",
@@ -138,8 +138,8 @@ class V1Commands:
 
     async def sleep(self, body: V1SleepBody) -> list[None]:
         status = await self._weights.status()
-        # FastDeploy reloads from its source at the wakeup. Where there is none yet, that would be without a way back.
-        level = body.level or (2 if status.newest_version or status.source not in ("", CHECKPOINT) else 1)
+        # FastDeploy reloads from its source at the wakeup. Where nothing is there yet, weights would have no way back.
+        level = body.level or (1 if status.source == CHECKPOINT and not status.newest_version else 2)
         await self._weights.sleep(
             list(SLEEP_TAGS) if body.tags is None else _named(body.tags),
             level=level,
@@ -154,8 +154,10 @@ class V1Commands:
         deadline_s = checked_deadline(_given(body.deadline_s, self._deadlines.update_s))
         begun = time.monotonic()
         status = await self._weights.status()
-        if (tags is None or Tag.WEIGHT.value in tags) and _is_outdated_in_host_memory(status):
-            await self._weights.update(deadline_s=deadline_s)
+        if (tags is None or Tag.WEIGHT.value in tags) and _is_checkpoint_in_host_memory(status):
+            # What was published since is meant. Asked for now: what the status shows may be a moment old.
+            with contextlib.suppress(NoPublicationError):
+                await self._weights.update(deadline_s=deadline_s)
         await self._weights.wake(tags, deadline_s=max(0.001, deadline_s - (time.monotonic() - begun)))
         return [None] * len(status.ranks)
 
@@ -176,12 +178,8 @@ def _is_paused(status: EngineStatus) -> bool:
     return status.is_paused or bool(status.asleep)
 
 
-def _is_outdated_in_host_memory(status: EngineStatus) -> bool:
-    """FastDeploy's wakeup brings what its source has now, and that is newer than what was kept."""
-    is_kept = status.residency.get(Tag.WEIGHT.value) == Residency.OFFLOADED.value
-    if not is_kept or not status.newest_version:
-        return False
-    return not status.version or WeightVersion.parse(status.newest_version) > WeightVersion.parse(status.version)
+def _is_checkpoint_in_host_memory(status: EngineStatus) -> bool:
+    return status.residency.get(Tag.WEIGHT.value) == Residency.OFFLOADED.value and status.source == CHECKPOINT
 
 
 def _named(tags: Sequence[str] | str) -> list[str]:

@@ -153,13 +153,14 @@ class FullEngine(ScriptedEngine):
 
 
 class ScriptedBoard:
-    """A board whose commands end as `outcome` says; `gate` holds them back while it is unset. It keeps account of who
-    paused it and of what sleeps; an update changes nothing."""
+    """A board whose commands end as `outcome` says, and those of a kind in `refused` as that does; `gate` holds them
+    back while it is unset. It keeps account of who paused it and of what sleeps; an update changes nothing."""
 
     def __init__(self) -> None:
         self.legacy_status = "NORMAL"
         self.reason = ""
         self.outcome: FastDeployRLError | None = None
+        self.refused: dict[str, FastDeployRLError] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Event()
@@ -227,8 +228,9 @@ class ScriptedBoard:
         self.calls.append((kind, *arguments))
         self.begun.set()
         self.gate.wait(timeout=20)
-        if self.outcome is not None:
-            raise self.outcome
+        outcome = self.refused.get(kind, self.outcome)
+        if outcome is not None:
+            raise outcome
         return report(len(self.calls), kind)
 
 

@@ -12,7 +12,13 @@ from fake_engine import ScriptedBoard, ScriptedEngine, make_face
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.client import HttpEngine
 from fastdeploy_rl.control.http_app import make_app
-from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    CoverageError,
+    DeadlineExceededError,
+    LifecycleError,
+    NoPublicationError,
+)
 
 
 class Engine:
@@ -207,21 +213,37 @@ def test_beyond_fastdeploy_a_pause_and_a_sleep_have_modes_and_a_sleep_its_level(
     assert engine.board.calls == [("pause", "wait", "abort", 9.0), ("sleep", "weight", 1, "keep", "refuse", 30.0)]
 
 
-def test_without_a_publication_weights_stay_in_host_memory_and_a_newer_one_comes_in_at_the_wakeup(
-    engine: Engine,
-) -> None:
+def test_a_checkpoint_stays_in_host_memory_and_the_wakeup_brings_what_was_published_since(engine: Engine) -> None:
     engine.board.source, engine.board.newest_version = "checkpoint", ""
     engine.control("sleep")
     assert engine.board.calls == [("sleep", "weight,kv_cache", 1, "abort", "refuse", 30.0)]
     engine.control("wakeup", json={"tags": "kv_cache"})
-    engine.board.newest_version = "2.1"
     engine.control("wakeup")
     assert [call[0] for call in engine.board.calls[1:]] == ["wake", "update", "wake"]
+    assert not engine.is_paused
 
 
-def test_an_older_version_in_the_channel_is_no_reason_to_leave_the_one_in_host_memory(engine: Engine) -> None:
+def test_a_checkpoint_in_host_memory_comes_back_where_nothing_was_published(engine: Engine) -> None:
+    engine.board.source, engine.board.newest_version = "checkpoint", ""
+    engine.control("sleep")
+    engine.board.refused["update"] = NoPublicationError("nothing is published")
+    engine.control("wakeup")
+    assert [call[0] for call in engine.board.calls[1:]] == ["update", "wake"]
+    assert not engine.is_paused
+
+
+def test_a_publication_that_cannot_be_taken_over_wakes_nothing(engine: Engine) -> None:
+    engine.board.source, engine.board.newest_version = "checkpoint", ""
+    engine.control("sleep")
+    engine.board.refused["update"] = CoverageError("missing: a")
+    answer = engine.ask("POST", "/v1/wakeup")
+    assert (answer.status_code, answer.json()["error_message"][-10:]) == (500, "missing: a")
+    assert engine.is_paused
+    assert [call[0] for call in engine.board.calls] == ["sleep", "update"]
+
+
+def test_weights_that_were_told_to_stay_in_host_memory_come_from_there(engine: Engine) -> None:
     engine.control("sleep", json={"level": 1})
-    engine.board.newest_version = "1.0"
     engine.control("wakeup")
     assert [call[0] for call in engine.board.calls] == ["sleep", "wake"]
 

@@ -9,7 +9,7 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import SlotState
 from fastdeploy_rl.report import UpdateReport
 from fastdeploy_rl.update.rank_files import RankFiles
-from fastdeploy_rl.update.requests import next_board_request, unread_commands
+from fastdeploy_rl.update.requests import BoardRequest, next_board_request, unread_commands
 
 
 class Answering:
@@ -19,6 +19,7 @@ class Answering:
         self.gate = threading.Event()
         self.begun = threading.Event()
         self.answered: list[str] = []
+        self.requests: list[BoardRequest] = []
         self._board = board
         self._files = RankFiles(board.run_dir)
         self._is_over = threading.Event()
@@ -42,8 +43,9 @@ class Answering:
                 self.begun.set()
                 self.gate.wait(60)
                 self.answered.append(request.version)
-                number = len(self.answered)
-                report = UpdateReport(number, "update", "done", request.version, "", 0.0, 0.0, [])
+                self.requests.append(request)
+                number, kind = len(self.answered), request.kind.name.lower()
+                report = UpdateReport(number, kind, "done", request.version, "", 0.0, 0.0, [])
                 self._files.write_report(report, unread_commands(self._board))
                 request.finish(report)
 

@@ -166,6 +166,12 @@ def port(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not int(text[:10]) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 0 < int(text[:10]) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")

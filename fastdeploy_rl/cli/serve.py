@@ -19,6 +19,7 @@ from fastdeploy_rl.cli.options import (
     api_key,
     api_keys_in,
     port,
+    not_negative,
     positive,
     print_fields,
     print_line,
@@ -28,7 +29,9 @@ from fastdeploy_rl.config import (
     APPLY_MODES,
     AUTO,
     KEEP,
+    KV_POLICIES,
     ON_WORKER_DEATH,
+    REBUILD,
     RESTART,
     ROLLBACKS,
     Deadlines,
@@ -96,6 +99,27 @@ def add_parser(verbs: Verbs) -> None:
         default=KEEP,
         help="the way back from a copy into live parameters: keep the old bytes (default), fetch them from the channel "
         "again, or have none (off)",
+    )
+    parser.add_argument(
+        "--kv-on-update",
+        choices=KV_POLICIES,
+        default=REBUILD,
+        help="what an update does to the KV cache that says nothing about it: drop it, so that requests in flight "
+        "compute theirs anew with the new weights (rebuild, the default), or let them go on with what they have (keep)",
+    )
+    parser.add_argument(
+        "--max-staleness",
+        type=not_negative,
+        default=None,
+        metavar="N",
+        help="refuse requests while the live version is more than N steps behind the newest published one (default: "
+        "never)",
+    )
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="requests that begin alike share KV of the same weights (the default)",
     )
     parser.add_argument(
         "--on-worker-death",
@@ -189,6 +213,9 @@ def run(options: argparse.Namespace) -> int:
         has_checksums=not options.no_checksums,
         apply_mode=options.apply_mode,
         rollback=options.rollback,
+        kv_policy=options.kv_on_update,
+        has_prefix_cache=options.enable_prefix_caching,
+        max_staleness=options.max_staleness,
         on_worker_death=options.on_worker_death,
         host=options.host,
         port=options.port,

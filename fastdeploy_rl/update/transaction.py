@@ -338,8 +338,8 @@ class ClearCommand(PlainCommand):
 
 
 class KeepCommand(PlainCommand):
-    """RESTORE on a rank that holds the version: it stays, and what a broken step left in the KV cache goes. `tags`: what is
-    to be in place; the rest sleeps."""
+    """RESTORE on a rank that holds the version: it stays, and what a broken step left in the KV cache goes. `tags`:
+    what is to be in place; the rest sleeps."""
 
     def __init__(self, state: RankState, tags: frozenset[Tag], deadline_ns: int) -> None:
         super().__init__(state)

@@ -37,6 +37,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channel: str
     apply_mode: str
     rollback: str
+    kv_policy: str
+    has_prefix_cache: bool
     max_num_seqs: int
     max_model_len: int
     collectives_segment: str

@@ -69,6 +69,7 @@ def _runner(config: WorkerConfig, collectives: ShmCollectives) -> EmbeddedRunner
         collectives,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        has_prefix_cache=config.has_prefix_cache,
     )
 
 
@@ -82,6 +83,7 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
         deadlines=config.deadlines,
         num_copy_threads=config.num_copy_threads,
         rollback=config.rollback,
+        kv_policy=config.kv_policy,
         is_restarted_on_death=config.is_restarted_on_death,
         has_checksums=config.has_checksums,
     )

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import uvicorn
 
 from fastdeploy_rl._native import CollectiveGroup
 from fastdeploy_rl.board.board import HISTORY, Board, Leftovers
 from fastdeploy_rl.board.layout import MAX_RANKS
-from fastdeploy_rl.config import AUTO, KEEP, RESTART, Deadlines, child_environ, num_copy_threads
+from fastdeploy_rl.config import AUTO, KEEP, REBUILD, RESTART, Deadlines, child_environ, num_copy_threads
 from fastdeploy_rl.control.async_board import AsyncBoardEngine
 from fastdeploy_rl.control.completions import CompletionService
 from fastdeploy_rl.control.generation import GenerationDefaults
@@ -69,8 +70,9 @@ DEFAULT_MAX_MODEL_LEN = 2048
 class ServeConfig:
     """What `fastdeploy-rl serve` was asked for. `max_waiting`: requests beyond the `max_num_seqs` that run; more are
     told to come back. `uses_generation_config`: the model's own generation_config.json is the default for sampling.
-    `api_keys`: any of them opens the HTTP routes; none leaves them open. `on_worker_death`: one of
-    config.ON_WORKER_DEATH; `max_deaths` are got over in a short time (restart_budget.py)."""
+    `max_staleness`: of a request that names none (control/generation.py). `api_keys`: any of them opens the HTTP
+    routes; none leaves them open. `on_worker_death`: one of config.ON_WORKER_DEATH; `max_deaths` are got over in a
+    short time (restart_budget.py)."""
 
     model_dir: Path
     num_ranks: int
@@ -80,6 +82,9 @@ class ServeConfig:
     has_checksums: bool = True
     apply_mode: str = AUTO
     rollback: str = KEEP
+    kv_policy: str = REBUILD
+    has_prefix_cache: bool = True
+    max_staleness: int | None = None
     on_worker_death: str = RESTART
     max_deaths: int = MAX_DEATHS
     host: str = "127.0.0.1"
@@ -327,6 +332,8 @@ class _Engine:
             channel=str(config.channel),
             apply_mode=config.apply_mode,
             rollback=config.rollback,
+            kv_policy=config.kv_policy,
+            has_prefix_cache=config.has_prefix_cache,
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             collectives_segment=segment,
@@ -362,7 +369,8 @@ class _Engine:
             raise PeerLostError("no worker to serve for")
         metrics = EngineMetrics()
         weights = WeightsService(_EngineBoard(board), has_checksums=self._config.has_checksums)
-        completions = CompletionService(self._client, model.tokenizer, metrics, model.name, model.defaults)
+        defaults = msgspec.structs.replace(model.defaults, max_staleness=self._config.max_staleness)
+        completions = CompletionService(self._client, model.tokenizer, metrics, model.name, defaults)
         face = EngineFace(completions, weights, metrics)
         server = _Server(
             uvicorn.Config(

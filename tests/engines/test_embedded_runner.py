@@ -262,14 +262,20 @@ def test_decode_steps_run_through_graphs_and_give_the_same_to_the_bit(first: Pat
 def test_stale_decode_step_is_refused_and_changes_nothing(first: Path, second: Path) -> None:
     runner = open_runner(first)
     runner.recapture_graphs()
-    decoding(runner)
+    submit(runner, [[5] * 15, [6] * 15], 12)
+    advance(runner, 2)
+    poison(runner)
     runner.bind(EmbeddedRunner(second, 0, 1, None).load())
     runner.keep_kv_cache("2" * 64)
     step = next_step(runner)
+    assert len(step.new_pages) == 2
     before = [layer.slots.copy() for layer in runner._cache.layers]
     with pytest.raises(StaleGraphError, match="recapture_graphs"):
         runner.execute(step)
-    assert all(np.array_equal(layer.slots, was) for layer, was in zip(runner._cache.layers, before, strict=True))
+    assert all(
+        np.array_equal(layer.slots, was, equal_nan=True)
+        for layer, was in zip(runner._cache.layers, before, strict=True)
+    )
     assert runner.recapture_graphs() == 16
     assert runner.execute(step).shape == (2, runner.config.vocab_size)
 
@@ -291,6 +297,29 @@ def test_without_the_guard_a_stale_graph_answers_with_the_weights_before(first: 
     assert np.array_equal(hazard.execute(step), expected_old)
     hazard.recapture_graphs()
     assert np.array_equal(hazard.execute(step), expected_new)
+
+
+def test_a_piece_of_a_prompt_is_no_decode_step_though_it_is_one_token(first: Path) -> None:
+    """A device's graph computes logits of all its rows: of this one nobody wants any."""
+    runner = open_runner(first, max_step_tokens=1)
+    runner.recapture_graphs()
+    submit(runner, [[5, 6, 7]], 2)
+    for wanted, replays in ((0, 0), (0, 0), (1, 1), (1, 2)):
+        step = next_step(runner)
+        logits = runner.execute(step)
+        runner.accept(step, logits)
+        assert (len(logits), runner.engine_load.num_graph_replays) == (wanted, replays)
+
+
+def test_cache_that_lies_elsewhere_needs_graphs_of_its_own(first: Path) -> None:
+    runner = open_runner(first)
+    assert runner.recapture_graphs() == 16
+    before, size = runner._cache.address, runner._cache.num_bytes
+    runner.drop_kv_cache()
+    in_its_place = NativeMapping.private(size)
+    runner.rebuild_kv_cache("0" * 64)
+    assert runner.recapture_graphs() == (0 if runner._cache.address == before else 16)
+    del in_its_place
 
 
 def test_steps_run_without_graphs_while_the_cache_was_away_until_they_are_captured(first: Path) -> None:

@@ -239,10 +239,12 @@ def test_a_capture_that_fails_leaves_no_graph_in_use(subject: Subject) -> None:
     old, new = arena(3.0), arena(7.0)
     subject.go_live(old)
     subject.engine.fails_at = SIZES[-1]
+    FakeRecorder.made.clear()
     with pytest.raises(EngineError, match="out of device memory"):
         subject.go_live(new)
     assert not subject.pool.has_graph(1)
     assert old.mapping.num_exports == new.mapping.num_exports == 0
+    assert [recorder.kernels for recorder in FakeRecorder.made] in ([], [None] * (len(SIZES) - 1))  # closed
     assert subject.pool.num_captured == len(SIZES)
     assert subject.go_live(old) == 0
     assert subject.replay() == 3.0

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import save_file
 
 from fastdeploy_rl import WeightPublisher, namespaced
 from fastdeploy_rl.checksum import of_bytes
@@ -202,6 +203,28 @@ def test_files_that_fastdeploys_trainers_write_have_both_models(channel: Path, t
         assert client.update().outcome == "done"
         assert live(engine) == expected(weights)
         assert [path for path in model_dir.iterdir() if path.is_dir()] == []
+
+
+def test_a_hugging_face_directory_may_hold_both_models(tmp_path: Path) -> None:
+    draft_model = NumpyModel(
+        (ParameterSpec("q_proj.weight", "F32", (6, 12), 1), ParameterSpec("norm", "F32", (6,), None))
+    )
+    main, draft = random_weights(MAIN, 9), random_weights(draft_model, 10)
+    stored = {**main, **namespaced(draft, "draft")}
+    stored |= {name: value.T.copy() for name, value in stored.items() if name.endswith("q_proj.weight")}
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    save_file(stored, directory / "model.safetensors")
+    with (
+        NumpyEngine(
+            MAIN, draft=draft_model, channel=directory, num_ranks=NUM_RANKS, load_strategy="ipc_snapshot"
+        ) as engine,
+        BoardClient(engine.port) as client,
+    ):
+        client.update()
+        found = live(engine)
+        assert found[::2] == [bytes_of(MAIN, main, rank) for rank in range(NUM_RANKS)]
+        assert found[1::2] == [bytes_of(draft_model, draft, rank) for rank in range(NUM_RANKS)]
 
 
 # --- neither changes ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ def main(job: dict[str, Any]) -> None:
         runner = EmbeddedRunner(Path(job["directory"]), rank, num_ranks, ranks)
         runner.bind(runner.load())
         runner.rebuild_kv_cache("0" * 64)
+        runner.recapture_graphs()
         runner.set_version("1.1")
         batched = generate(runner, job["prompts"], job["max_tokens"], ranks)
         single = [generate(runner, [prompt], job["max_tokens"], ranks) for prompt in job["prompts"]]

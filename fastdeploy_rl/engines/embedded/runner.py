@@ -216,8 +216,10 @@ class EmbeddedRunner:
     def _use_weights(self, content_digest: str, *, keeps_kv: bool) -> None:
         if self._scheduler is not None:
             self._scheduler.use_weights(content_digest, keeps_kv=keeps_kv)
+        before = self._cache.address
         self._cache.rebuild(content_digest)
-        self._note_addresses()
+        if self._cache.address != before:  # writing every address down takes time, while the engine stands still
+            self._note_addresses()
 
     def _scheduler_limits(self, max_num_seqs: int, max_step_tokens: int) -> SchedulerLimits:
         if max_num_seqs < 1 or max_step_tokens < 1:

@@ -47,6 +47,16 @@ class ArenaPair:
         """Memory mapped now, handed out or kept for reuse."""
         return sum(arena.num_bytes for arena in self._arenas)
 
+    def next_mapping(self, num_bytes: int) -> Mapping | None:
+        """What `acquire` would hand out now, if that is there already; None where it would take fresh memory, or
+        raise. Takes nothing."""
+        kept = self._next(num_bytes)
+        return kept.mapping if kept is not None and kept.num_bytes >= num_bytes else None
+
+    def _next(self, num_bytes: int) -> _Arena | None:
+        free = [arena for arena in self._arenas if not arena.is_acquired]
+        return min(free, key=lambda candidate: (candidate.num_bytes < num_bytes, candidate.num_bytes), default=None)
+
     def acquire(self, num_bytes: int) -> Mapping:
         """A mapping of at least `num_bytes` whose pages are all
         there, for the caller until `release`; contents are arbitrary.
@@ -54,10 +64,9 @@ class ArenaPair:
         SegmentError when both are handed out, or when a view of the
         last contents is alive and a larger arena is needed.
         """
-        free = [arena for arena in self._arenas if not arena.is_acquired]
-        if not free:
+        arena = self._next(num_bytes)
+        if arena is None:
             raise SegmentError("both arenas are in use: release the one of the previous weights first")
-        arena = min(free, key=lambda candidate: (candidate.num_bytes < num_bytes, candidate.num_bytes))
         if arena.mapping is None or arena.num_bytes < num_bytes:
             arena.unmap()
             arena.mapping = _touched_memory(num_bytes, self._num_threads)

@@ -168,7 +168,7 @@ class V1Commands:
         if not _is_paused(status):
             raise LifecycleError("Pause LLM Engine first before calling updating weights")
         deadline_s = _given(body.deadline_s, self._deadlines.update_s)
-        report = await self._weights.update(body.version or None, deadline_s=deadline_s)
+        report = await self._weights.update(body.version, deadline_s=deadline_s)
         told = {rank.rank: rank for rank in report.ranks}
         return [_costs(told.get(rank.rank), rank.rank, report.version) for rank in status.ranks]
 

@@ -25,10 +25,10 @@ class CommandKind(enum.IntEnum):
     WAKE = 8
 
 
-_OF_WHAT_IS_LIVE = frozenset(
+STANDBY_KINDS = frozenset(
     kind.name.lower() for kind in (CommandKind.PAUSE, CommandKind.RESUME, CommandKind.SLEEP, CommandKind.WAKE)
 )
-"""Kinds of commands that bring no other version, but for what a wake finds."""
+"""Kinds of commands that leave the version what it is, but for weights that were dropped."""
 
 
 class Outcome(enum.IntEnum):
@@ -95,7 +95,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """One line: its fields name every tensor on every rank."""
-        is_moved = self.kind not in _OF_WHAT_IS_LIVE or self.aliased_bytes or self.copied_bytes
+        is_moved = self.kind not in STANDBY_KINDS or self.aliased_bytes or self.copied_bytes
         parts = (
             f"{self.kind} {self.outcome}",
             self.versions,
@@ -113,7 +113,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     def versions(self) -> str:
         """What is live, as words: of a pause that is no news, while an update tells what was before. May be empty."""
         before, after = self.previous_version, self.version
-        if self.kind not in _OF_WHAT_IS_LIVE:
+        if self.kind not in STANDBY_KINDS:
             return f"version {after or 'none'} (was {before or 'none'})"
         was = f" (was {before})" if before and after and before != after else ""
         return f"version {after or before}{was}" if after or before else ""
@@ -121,7 +121,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     @property
     def stalls(self) -> bool:
         """The ranks stood still for a time and went on; after a pause or a sleep they do not."""
-        return self.kind not in _OF_WHAT_IS_LIVE
+        return self.kind not in STANDBY_KINDS
 
     @property
     def aliased_bytes(self) -> int:

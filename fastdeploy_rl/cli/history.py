@@ -69,7 +69,7 @@ _COLUMNS: "dict[str, Callable[[HistoryEntry], str]]" = {
     "command": lambda entry: str(entry.command),
     "kind": lambda entry: entry.kind,
     "outcome": lambda entry: entry.outcome,
-    "version": lambda entry: f"{entry.previous_version or 'none'} -> {entry.version or 'none'}",
+    "version": lambda entry: _versions(entry),
     "seconds": lambda entry: f"{entry.seconds:.3f}",
     "stall": lambda entry: f"{entry.stall_seconds * 1e3:.1f} ms",
     "aliased": lambda entry: megabytes(entry.aliased_bytes),
@@ -83,6 +83,14 @@ def _print_table(entries: "list[HistoryEntry]") -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(_GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _versions(entry: "HistoryEntry") -> str:
+    from fastdeploy_rl.report import STANDBY_KINDS
+
+    before, after = entry.previous_version or "none", entry.version or "none"
+    is_same = entry.kind in STANDBY_KINDS and (entry.outcome != "done" or before == after)
+    return before if is_same else f"{before} -> {after}"
 
 
 def _shortened(text: str) -> str:

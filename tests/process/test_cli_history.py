@@ -113,3 +113,24 @@ def test_what_cannot_be_shown_is_one_line_and_code_2(
     code, shown, complaint = run(capsys, *arguments, *place)
     assert (code, shown) == (2, "")
     assert words in complaint
+
+
+def test_a_pause_has_one_version_and_a_sleep_that_drops_it_two(
+    board: Board, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, (kind, outcome, before, after) in enumerate(
+        [
+            ("pause", "done", "1.1", "1.1"),
+            ("resume", "rejected", "1.1", ""),
+            ("sleep", "done", "1.1", ""),
+            ("wake", "done", "", "1.2"),
+        ]
+    ):
+        report = UpdateReport(command, kind, outcome, after, before, 0.1, 0.0, [])
+        append_history(board.run_dir / HISTORY, history_entry(report, 8182, 0.0))
+    _, shown, _ = run(capsys, "--engine", f"{board.port}")
+    words = [
+        row.split("done" if "done" in row else "rejected")[1].split("0.100")[0].strip()
+        for row in shown.splitlines()[1:]
+    ]
+    assert words == ["1.1", "1.1", "1.1 -> none", "none -> 1.2"]

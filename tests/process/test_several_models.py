@@ -290,6 +290,37 @@ def test_a_fault_brings_both_models_back_to_the_bit(channel: Path, apply_mode: s
         assert live(engine) == expected(b)
 
 
+# --- asleep and awake ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_draft_frozen", [False, True])
+def test_both_models_sleep_and_wake_and_a_frozen_one_stays_where_it_is(channel: Path, is_draft_frozen: bool) -> None:
+    a, b = ((random_weights(MAIN, seed), random_weights(DRAFT, 1 if is_draft_frozen else seed)) for seed in (1, 2))
+
+    def trained(weights: tuple[Weights, Weights]) -> Weights:
+        return weights[0] if is_draft_frozen else together(weights)
+
+    with (
+        start(channel, is_draft_frozen=is_draft_frozen) as engine,
+        WeightPublisher(channel) as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, trained(a), 1)
+        client.update(kv="keep")
+        for level in (1, 2):
+            client.sleep(level=level)
+            assert live(engine)[::2] == [{}] * NUM_RANKS
+            assert live(engine)[1::2] == (expected(a)[1::2] if is_draft_frozen else [{}] * NUM_RANKS)
+            if level == 2:
+                publish(publisher, trained(b), 2)
+            client.wake()
+            assert live(engine) == expected(a if level == 1 else b)
+        calls = engine.ask(0, "draft calls")
+        assert calls.count("bind") == (1 if is_draft_frozen else 4)
+        assert calls.count("keep_kv_cache") == 1
+        assert calls[-1] == "version 1.2"
+
+
 # --- a frozen draft -----------------------------------------------------------------------------------
 
 

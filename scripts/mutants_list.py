@@ -701,4 +701,20 @@ MUTANTS = (
         "        if False:",
         "tests/unit/test_saved_state.py::test_nothing_is_imported_or_called",
     ),
+    _mutant(
+        "half_a_group_bound",
+        "several models change together or none does",
+        f"{_P}model_group.py",
+        "going_back.callback(member.put_back, member.runner.bound())",
+        "pass",
+        "tests/conformance/test_model_group.py::test_a_member_that_cannot_bind_leaves_all_where_they_were",
+    ),
+    _mutant(
+        "frozen_model_let_go",
+        "what was loaded and is no update's stays as it was loaded",
+        f"{_P}model_group.py",
+        "        for member in self._updated:\n            member.runner.unbind()",
+        "        for member in self._members:\n            member.runner.unbind()",
+        "tests/conformance/test_model_group.py::test_a_frozen_member_is_bound_once_and_never_touched_again",
+    ),
 )

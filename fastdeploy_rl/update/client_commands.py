@@ -109,7 +109,7 @@ class EngineCommands(ABC, Generic[_ReportT]):
         they have (nobody else hits it); None is the engine's own (`--kv-on-update`). `in_flight`: "keep" (None too)
         stops requests between two tokens and goes on afterwards; "wait" lets them come to their end first; "abort" ends
         them at the commit with what they have, so that an update that is rejected aborts nobody. A paused engine stays
-        paused, and tags that sleep stay asleep; but weights come back."""
+        paused. Where tags sleep, the weights come back all the same, and the engine serves when it is woken."""
         return self.carry_out(update_command(version, deadline_s, force, kv, in_flight))
 
     def clear(self, *, deadline_s: float = Deadlines.clear_s) -> _ReportT:

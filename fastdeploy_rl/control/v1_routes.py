@@ -195,8 +195,8 @@ def _named(tags: Sequence[str] | str) -> list[str]:
 def _costs(report: RankReport | None, rank: int, version: str) -> dict[str, object]:
     """FastDeploy's result of one rank, seconds; zeros where there was nothing to do."""
     steps = report.steps if report is not None else []
-    total = sum(step.seconds for step in steps)
-    sync = sum(step.seconds for step in steps if step.step == _STAGE)
+    total = sum((step.seconds for step in steps), 0.0)
+    sync = sum((step.seconds for step in steps if step.step == _STAGE), 0.0)
     return {"sync_cost": sync, "update_cost": total - sync, "total_cost": total, "version": version, "rank": rank}
 
 

@@ -350,7 +350,9 @@ class Coordinator:
         """What is asked for; a bare step number, as FastDeploy writes it, means one of the channel's present epoch."""
         text, deadline_ns = request.version, request.deadline_ns
         if not text:
-            return self._source.resolve(None, deadline_ns=deadline_ns)
+            found = self._source.resolve(None, deadline_ns=deadline_ns)
+            self.state.note_newest(str(found.version))
+            return found
         # The epoch is asked for only where it is missing: a source may have nothing that is the latest.
         epoch = self._source.current_epoch(deadline_ns=deadline_ns) if text.isdigit() else 0
         wanted = WeightVersion.parse(text, current_epoch=epoch)

@@ -398,7 +398,6 @@ class EngineState:
 
     def _write_record(self) -> None:
         answer = answer_at_admission(self.lifecycle)
-        is_fenced = self.lifecycle.admission is Admission.FENCED
         record = layout.StatusRecord(
             admission=self.lifecycle.admission.value,
             update=self.lifecycle.update.value,
@@ -412,7 +411,7 @@ class EngineState:
             is_serving=int(answer.is_served),
             commands_done=self.commands_done,
             command=self.command,
-            reason=self._fence_reason(answer.reason) if is_fenced else answer.reason,
+            reason=self._why_refused(answer.reason),
             weight=self.lifecycle.weight.value,
             kv_cache=self.lifecycle.kv_cache.value,
             graph=self.lifecycle.graph.value,
@@ -425,9 +424,15 @@ class EngineState:
         )
         self._board.write(record, layout.STATUS_OFFSET)
 
-    def _fence_reason(self, reason: str) -> str:
-        """Where a version is committed, a rank is missing, and there is nothing that a client could do about that."""
-        return f"the engine is fenced: {self._reason}" if self.committed else f"{reason}: {self._reason}"
+    def _why_refused(self, reason: str) -> str:
+        """`reason` says no more than the lifecycle knows. Where a version is committed, a fence means that a rank is
+        missing, and there is nothing that a client could do about that."""
+        if self.is_fenced:
+            return f"the engine is fenced: {self._reason}" if self.committed else f"{reason}: {self._reason}"
+        if self.asleep and self.lifecycle.admission is Admission.PAUSED:
+            tags = ", ".join(tag.value for tag in Tag if tag in self.asleep)
+            return f"the engine is asleep: {tags} given away; wake it"
+        return reason
 
     def _exchange(self, expected: int | None) -> None:
         """Puts what is true in the place of `expected`. What a foreign process stored instead is left to be taken, also

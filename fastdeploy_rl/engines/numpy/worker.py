@@ -195,6 +195,9 @@ class Worker:
             return runner.calls
         if question == "dump":
             return {name: view.numpy().tobytes().hex() for name, view in runner.bound().items()}
+        if question.startswith("spoil "):
+            self.runner.bound()[question.removeprefix("spoil ")].numpy()[...] = 0
+            return "spoilt"
         if question.startswith("address "):
             view = runner.bound()[question.removeprefix("address ")]
             return view.mapping.address + view.offset

@@ -25,6 +25,8 @@ _MIN_MEASURED_BYTES: Final = 1 << 20
 
 LENT = "its trainer waits for the memory that it lent"
 NOTHING_TO_ALIAS = "no parameter can be used in place"
+NOT_CHOSEN = "memory of the engine's own was expected to do better"
+"""Of a parameter that could have been used in place; for reports."""
 
 
 @dataclass

@@ -215,6 +215,7 @@ class Participant:
             brings=options.tags,
             has_checksums=self._has_checksums,
             num_threads=self._state.num_threads,
+            copy_speed=self._state.copy_speed,
             old=live,
         )
         return UpdateCommand(self._state, update, self._observer)

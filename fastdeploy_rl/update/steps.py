@@ -6,6 +6,7 @@ own to do here. A step returns the bytes it moved or read. Each undo restores, b
 may find the step half done or not begun, and may be called again. Knows one rank; refuses to know the others."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -25,7 +26,7 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.lifecycle import Tag, UpdateEvent
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.tensor_view import TensorView
-from fastdeploy_rl.plan.plan import Plan, PlannedParameter
+from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import (
@@ -36,8 +37,10 @@ from fastdeploy_rl.sources.base import (
     WeightSource,
     readable,
 )
+from fastdeploy_rl.update.apply_choice import NOT_CHOSEN, ApplyChoice, CopySpeed, choose
+from fastdeploy_rl.update.apply_facts import TimedArrivals, Weighed
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
-from fastdeploy_rl.update.packing import packed, packed_bytes
+from fastdeploy_rl.update.placement import arena_bytes, copied_parameters, placed
 from fastdeploy_rl.update.planned_transfer import Sums, copy_arriving, transfer_arriving, transfer_planned
 from fastdeploy_rl.update.way_back import FormerVersion, KeptBytes, NoWayBack, WayBack, restore
 from fastdeploy_rl.version import WeightVersion
@@ -75,6 +78,10 @@ class RankUpdate:
     """alias: engine memory for what cannot be aliased. copy onto nothing: the new home. Else None."""
     way_back: WayBack | None = None
     """copy onto live weights: what is held to undo it."""
+    choice: ApplyChoice | None = None
+    """auto: what `stage` made of it."""
+    copy_speed: CopySpeed = field(default_factory=CopySpeed)
+    """The rank's; `stage` measures it."""
     not_aliased: dict[str, str] = field(default_factory=dict)
     """alias, auto: parameters that were copied all the same, and why."""
     new: LiveWeights | None = None
@@ -88,8 +95,13 @@ class RankUpdate:
     """An undo emptied the old weights' KV cache."""
 
     @property
+    def way(self) -> str:
+        """The apply mode in force: that of `choice` where `auto` has one, else the one that was asked for."""
+        return self.apply_mode if self.choice is None else self.choice.applied
+
+    @property
     def copies_in_place(self) -> bool:
-        return self.apply_mode == COPY and self.old is not None
+        return self.way == COPY and self.old is not None
 
 
 @dataclass(frozen=True)
@@ -132,10 +144,28 @@ def stage(update: RankUpdate) -> int:
         raise ConfigurationError(
             f"apply mode {update.apply_mode} needs a source whose memory stays as it is; use --apply-mode copy"
         )
+    if update.apply_mode == AUTO:
+        update.choice = _chosen(update, plan)
     if update.copies_in_place:
         _prepare_way_back(update)
     update.new = _stage_new_weights(update)
     return plan.read_bytes
+
+
+def _chosen(update: RankUpdate, plan: Plan) -> ApplyChoice:
+    weighed = Weighed(
+        plan=plan,
+        staged=_known(update.staged),
+        manifest=_known(update.resolved).manifest,
+        old=update.old,
+        arenas=update.arenas,
+        runner=update.runner,
+        rollback=update.rollback,
+        has_checksums=update.has_checksums,
+        has_graphs=Tag.GRAPH in update.brings,
+        copy_speed=update.copy_speed,
+    )
+    return choose(weighed.facts())
 
 
 def _refuse_copies(plan: Plan, version: WeightVersion) -> None:
@@ -187,7 +217,7 @@ def _return_memory(update: RankUpdate) -> None:
     cleared one has no memory at all."""
     if update.old is None:
         update.arenas.trim()
-    if update.old is None or update.apply_mode == COPY:
+    if update.old is None or update.way == COPY:
         update.source.trim()
 
 
@@ -235,36 +265,30 @@ def _stage_new_weights(update: RankUpdate) -> LiveWeights:
 
 def _places(update: RankUpdate, plan: Plan) -> dict[str, TensorView]:
     """Where each parameter will live: in published memory, or in engine memory taken for the others."""
-    staged = _known(update.staged)
-    copied = {p.name: p for p in plan.parameters if not _is_aliased(update, p)}
-    if update.apply_mode != COPY:
-        why_not = NOT_ASKED if _known(update.staged).is_immutable else NOT_IMMUTABLE
-        update.not_aliased = {name: p.why_not_alias or why_not for name, p in copied.items()}
-    if not any(p.num_bytes for p in plan.parameters if p.name not in copied):
-        # Published memory of which no byte is needed is let go: parameters without bytes must not lie there either.
-        copied = {p.name: p for p in plan.parameters}
+    may_alias = update.way in (ALIAS, ALIAS_STRICT)
+    copied = copied_parameters(plan, may_alias=may_alias)
+    if update.way != COPY:
+        update.not_aliased = _why_not_aliased(update, plan, may_alias)
     if copied:
-        update.arena = update.arenas.acquire(packed_bytes([p.num_bytes for p in copied.values()]))
-    offsets = dict(zip(copied, packed([p.num_bytes for p in copied.values()]), strict=True))
-    return {
-        p.name: TensorView(_known(update.arena), offsets[p.name], p.dtype, p.local_shape)
-        if p.name in copied
-        else TensorView(staged.segments[_known(p.alias).segment], _known(p.alias).offset, p.dtype, p.local_shape)
-        for p in plan.parameters
-    }
+        update.arena = update.arenas.acquire(arena_bytes(copied))
+    return placed(plan, copied, _known(update.staged).segments, update.arena)
 
 
-def _is_aliased(update: RankUpdate, parameter: PlannedParameter) -> bool:
+def _why_not_aliased(update: RankUpdate, plan: Plan, may_alias: bool) -> dict[str, str]:
+    """Parameters that are copied though another source, or another choice, might have spared that."""
     staged = _known(update.staged)
-    if parameter.alias is None or not staged.is_immutable or update.apply_mode == COPY:
-        return False
-    return update.apply_mode != AUTO or not staged.is_copied_unless_asked
+    why_not = NOT_IMMUTABLE if not staged.is_immutable else NOT_ASKED if staged.is_copied_unless_asked else NOT_CHOSEN
+    copied = (p for p in plan.parameters if p.alias is None or (p.num_bytes and not may_alias))
+    return {p.name: p.why_not_alias or why_not for p in copied}
 
 
 def _receive(update: RankUpdate, homes: dict[str, TensorView]) -> Sums:
     staged, manifest = _known(update.staged), _known(update.resolved).manifest
-    arrivals = readable(staged, staged.arrivals(deadline_ns=update.deadline_ns))
-    return transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_threads)
+    arrivals = TimedArrivals(readable(staged, staged.arrivals(deadline_ns=update.deadline_ns)))
+    started = time.monotonic()
+    sums = transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_threads)
+    update.copy_speed.note(_known(update.plan).read_bytes, time.monotonic() - started - arrivals.seconds)
+    return sums
 
 
 def _receive_unchecked(update: RankUpdate, homes: dict[str, TensorView]) -> None:
@@ -346,7 +370,7 @@ def verify(update: RankUpdate) -> int:
     `stage` filled it, or summed it up; `live_weights.audit` reads it when the engine serves again."""
     new = _known(update.new)
     check_bound(update.runner, new)
-    if update.apply_mode != COPY:
+    if update.way != COPY:
         return 0
     check_sums(live_checksums(new.views, update.num_threads), new, update.runner.rank)
     new.is_read_back = True
@@ -368,12 +392,13 @@ def check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
 
 
 def rebuild_kv_cache(update: RankUpdate) -> int:
-    """Or keep it, where that is wanted, for the requests in flight alone. One that sleeps stays away."""
+    """Or keep it, where that is wanted, for the requests in flight alone: also where the weights that filled it are
+    gone. One that sleeps stays away."""
     if Tag.KV_CACHE not in update.brings:
         return 0
     update.is_kv_touched = True
     digest = _known(update.new).content_digest
-    if update.kv_policy == KEEP and update.old is not None:
+    if update.kv_policy == KEEP:
         update.runner.keep_kv_cache(digest)
     else:
         update.runner.rebuild_kv_cache(digest)

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fastdeploy_rl.checksum import Fletcher4
-from fastdeploy_rl.config import COPY, KEEP
+from fastdeploy_rl.config import ALIAS, COPY, KEEP
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, StepFailedError
 from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.memory.arena import ArenaPair
@@ -20,6 +20,7 @@ from fastdeploy_rl.receipt import RankReceipt
 from fastdeploy_rl.report import KV_KEPT, KV_LOST, KV_REBUILT, RankReport, StepReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import StagedSource, WeightSource
+from fastdeploy_rl.update.apply_choice import ARENA, NOTHING_TO_ALIAS, CopySpeed
 from fastdeploy_rl.update.live_weights import LiveWeights, OffloadedWeights, live_checksums
 from fastdeploy_rl.update.steps import STAGING_STEPS, STALLING_STEPS, RankUpdate, UpdateStep, unstage
 from fastdeploy_rl.update.way_back import WayBack
@@ -39,6 +40,7 @@ class RankState:
     num_threads: int
     live: LiveWeights | None = None
     offloaded: OffloadedWeights | None = None
+    copy_speed: CopySpeed = field(default_factory=CopySpeed)
 
     def release_offloaded(self) -> None:
         """What sleeps is gone then; where nothing does, nothing happens."""
@@ -239,7 +241,8 @@ class UpdateCommand:
         not_aliased = update.not_aliased
         copied = 0 if plan is None else sum(p.num_bytes for p in plan.parameters if p.name in not_aliased)
         total = 0 if plan is None else plan.aliased_bytes + plan.copied_bytes
-        is_copy = update.apply_mode == COPY
+        is_copy = update.way == COPY
+        applied, reason = self._applied()
         return RankReport(
             rank=update.runner.rank,
             steps=self._steps.reports,
@@ -252,8 +255,22 @@ class UpdateCommand:
             rollback_reason=self._rollback.reason,
             kv=_kv_word(update),
             graphs_captured=update.graphs_captured,
+            applied=applied,
+            applied_reason=reason,
             error=error,
         )
+
+    def _applied(self) -> tuple[str, str]:
+        """How the weights are taken over, and why so; empty while, or because, they are not."""
+        update = self._update
+        if update.new is None:
+            return "", ""
+        applied = COPY if update.copies_in_place else ALIAS if self._is_aliasing else ARENA
+        if update.choice is not None:
+            return applied, update.choice.reason
+        if applied == ARENA:
+            return applied, "nothing was live that could be overwritten" if update.way == COPY else NOTHING_TO_ALIAS
+        return applied, "as asked"
 
     def receipt(self) -> RankReceipt | None:
         new = self._update.new
@@ -263,7 +280,7 @@ class UpdateCommand:
 def _kv_word(update: RankUpdate) -> str:
     if update.is_kv_lost:
         return KV_LOST
-    is_kept = update.kv_policy == KEEP and update.old is not None
+    is_kept = update.kv_policy == KEEP
     return "" if not update.is_kv_touched else (KV_KEPT if is_kept else KV_REBUILT)
 
 

@@ -65,3 +65,15 @@ def test_drop_refuses_while_a_view_is_alive_and_succeeds_afterwards() -> None:
     del view
     pair.drop()
     assert pair.num_bytes == 0
+
+
+def test_what_would_be_handed_out_next_is_known_without_taking_it() -> None:
+    pair = ArenaPair()
+    assert pair.next_mapping(4096) is None
+    small, large = pair.acquire(4096), pair.acquire(8192)
+    assert pair.next_mapping(1) is None
+    pair.release(small)
+    pair.release(large)
+    for num_bytes, expected in ((1, small), (4096, small), (4097, large), (8193, None)):
+        assert pair.next_mapping(num_bytes) is expected
+    assert pair.acquire(4097) is large

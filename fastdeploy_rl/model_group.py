@@ -141,7 +141,8 @@ class ModelGroup:
             member.runner.drop_graphs()
 
     def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
-        shares = self._shares(views)
+        """No views stand for memory that no member was ever bound to."""
+        shares: dict[str, Views] = self._shares(views) if views else {member.namespace: {} for member in self._members}
         return sum(
             member.runner.recapture_seconds(member.runner.bound() if member.is_frozen else shares[member.namespace])
             for member in self._members

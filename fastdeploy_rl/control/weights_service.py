@@ -25,7 +25,7 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.lifecycle import LegacyStatus, UpdatePhase
 from fastdeploy_rl.receipt import Receipt
 from fastdeploy_rl.report import CommandKind, EngineStatus, HistoryEntry, UpdateReport
-from fastdeploy_rl.update.client_commands import AwaitedCommands, ClientCommand
+from fastdeploy_rl.update.client_commands import AwaitedCommands, ClientCommand, waking_update_command
 from fastdeploy_rl.update.rank_files import KEPT_REPORTS
 
 MAX_COMMANDS = 8
@@ -103,7 +103,7 @@ class WeightsService(AwaitedCommands):
             return answer
         was_serving = (await self.status()).is_serving
         try:
-            return await _legacy_outcome(self.update(None, deadline_s=Deadlines.legacy_s), "updated")
+            return await _legacy_outcome(self.carry_out(waking_update_command(Deadlines.legacy_s)), "updated")
         except NoPublicationError as error:
             return LegacyAnswer(200, f"already updated: {error}") if was_serving else LegacyAnswer(409, str(error))
 

@@ -48,6 +48,11 @@ def update_command(
     return ClientCommand(CommandKind.UPDATE, deadline_s, options, str(version or ""), force)
 
 
+def waking_update_command(deadline_s: float) -> ClientCommand:
+    """To the newest version, for whoever knows nothing of sleep: it brings all that sleeps as well."""
+    return ClientCommand(CommandKind.UPDATE, deadline_s, CommandOptions(tags=frozenset(Tag)))
+
+
 def pause_command(mode: str, on_timeout: str, deadline_s: float) -> ClientCommand:
     _check("mode", mode, IN_FLIGHT)
     return ClientCommand(CommandKind.PAUSE, deadline_s, CommandOptions(mode, on_timeout=on_timeout))

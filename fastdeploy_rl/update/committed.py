@@ -33,14 +33,20 @@ def was_committed(board: Board, command: CommandRecord) -> bool:
     return board.load(layout.COMMIT_DECISION_OFFSET) == layout.decision_word(command.number, Decision.YES)
 
 
+def untold_command(board: Board) -> CommandRecord | None:
+    """The last command, where it was committed and rank 0 died before it told so."""
+    status = board.read(StatusRecord, layout.STATUS_OFFSET)
+    command = board.read(CommandRecord, layout.COMMAND_OFFSET)
+    return command if command.number > status.command and was_committed(board, command) else None
+
+
 def committed_version(board: Board, load_strategy: str) -> Committed | None:
     """None where no version is whole: before the first start, while cleared or asleep, after a fence.
 
     Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die. After a sleep
     or a wake it is then not worth finding out what each rank still holds: all is dropped, and comes back anew."""
     status = board.read(StatusRecord, layout.STATUS_OFFSET)
-    command = board.read(CommandRecord, layout.COMMAND_OFFSET)
-    if command.number > status.command and was_committed(board, command):
+    if (command := untold_command(board)) is not None:
         if command.kind in (CommandKind.CLEAR, CommandKind.SLEEP, CommandKind.WAKE):
             return None
         if command.kind == CommandKind.UPDATE:

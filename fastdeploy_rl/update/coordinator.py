@@ -32,7 +32,13 @@ from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, 
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
 from fastdeploy_rl.update.chronicle import Chronicle
-from fastdeploy_rl.update.committed import CHECKPOINT, Committed, committed_version, was_committed
+from fastdeploy_rl.update.committed import (
+    CHECKPOINT,
+    Committed,
+    committed_version,
+    untold_command,
+    was_committed,
+)
 from fastdeploy_rl.update.conductor import CommandOutcome, Conductor
 from fastdeploy_rl.update.engine_state import EngineState
 from fastdeploy_rl.update.newest_version import NewestVersion
@@ -143,7 +149,8 @@ class Coordinator:
         self._recovery.start(layout_digest)
         self._is_taking_over = True
         status = self._board.read(StatusRecord, layout.STATUS_OFFSET)
-        self.state.take_over(status, committed_version(self._board, self._load_strategy))
+        committed = committed_version(self._board, self._load_strategy)
+        self.state.take_over(status, committed, untold_command(self._board))
         self._run()
 
     def _run(self) -> None:
@@ -307,7 +314,7 @@ class Coordinator:
 
     def _try_update(self, request: CommandRequest, resolved: ResolvedPublication) -> CommandOutcome:
         version, manifest = resolved.version, resolved.manifest
-        woken = frozenset(Tag) if request.wakes_all else request.options.tags
+        woken = frozenset(Tag) if request.wakes_all else request.options.tags | {Tag.WEIGHT}
         if self._is_live_already(resolved) and not request.is_forced and not woken & self.state.asleep:
             return CommandOutcome(Outcome.DONE, version=str(version), receipt=self._chronicle.receipt)
         self._check_direction(version, request)
@@ -326,7 +333,8 @@ class Coordinator:
         outcome.version = str(version)
         if outcome.outcome is Outcome.DONE:
             request.commit()
-            self._adopt(outcome, Committed(str(version), manifest.content_digest, self._load_strategy), woken)
+            live = Committed(str(version), manifest.content_digest, self._load_strategy)
+            self._adopt(outcome, live, woken, ends_pause=request.kind is CommandKind.WAKE)
         elif outcome.outcome is Outcome.REJECTED:
             if outcome.lost and self.state.committed is not None:
                 self._fence_without(outcome.lost)
@@ -369,7 +377,7 @@ class Coordinator:
                 f"version {version} would go back from {last}; nothing changed; force the update if that is meant"
             )
 
-    def _adopt(self, outcome: CommandOutcome, live: Committed, woken: frozenset[Tag]) -> None:
+    def _adopt(self, outcome: CommandOutcome, live: Committed, woken: frozenset[Tag], *, ends_pause: bool) -> None:
         """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
         applied = applied_of(outcome.parts)
         if outcome.lost:
@@ -381,7 +389,7 @@ class Coordinator:
             return
         if not self._has_checksums:
             self._chronicle.forget_receipt()
-            self.state.finish_update(live, self._conductor.number, applied, woken)
+            self.state.finish_update(live, self._conductor.number, applied, woken, ends_pause=ends_pause)
             return
         try:
             if outcome.checked is None:
@@ -391,7 +399,7 @@ class Coordinator:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
         self._chronicle.keep_receipt(receipt)
-        self.state.finish_update(live, self._conductor.number, applied, woken)
+        self.state.finish_update(live, self._conductor.number, applied, woken, ends_pause=ends_pause)
 
     def _restore(self, deadline_ns: int) -> CommandOutcome:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
@@ -413,12 +421,12 @@ class Coordinator:
         return outcome
 
     def _clear(self, request: CommandRequest) -> CommandOutcome:
-        self.state.forget_sleep()
-        if self.state.is_empty:
-            return CommandOutcome(Outcome.DONE)
-        outcome = self._standby.lead_closed(request, request.options)
+        outcome = CommandOutcome(Outcome.DONE)
+        if not self.state.is_empty:
+            outcome = self._standby.lead_closed(request, request.options)
         if outcome.outcome is Outcome.DONE:
             self._chronicle.forget_receipt()
+            self.state.forget_sleep()
             self.state.clear(self._conductor.number)
         return outcome
 
@@ -476,7 +484,8 @@ class Coordinator:
 
     def _told_after_death(self, request: BoardRequest, is_done: bool, restored: CommandOutcome) -> CommandOutcome:
         version = self.state.live_version
-        if is_done and request.kind is CommandKind.UPDATE and restored.outcome is Outcome.DONE and not version:
+        brings = request.kind in (CommandKind.UPDATE, CommandKind.WAKE)
+        if is_done and brings and restored.outcome is Outcome.DONE and not version:
             gone = FencedError("every rank committed, and then one after the other died: nothing is live any more")
             return CommandOutcome(Outcome.FENCED, gone, version=request.version)
         if is_done:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, WEIGHTS_WORD, StatusWord
+from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.lifecycle import (
     STALLED_PHASES,
     Admission,
@@ -27,6 +28,7 @@ from fastdeploy_rl.lifecycle import (
     answer_at_admission,
     legacy_word,
 )
+from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.committed import Committed
 
 _LOADED_BY = {UpdateEvent.VERIFY: Tag.WEIGHT, UpdateEvent.RECAPTURE: Tag.KV_CACHE, UpdateEvent.COMMIT: Tag.GRAPH}
@@ -144,15 +146,19 @@ class EngineState:
     def _is_there(self, tag: Tag) -> bool:
         return self.lifecycle.residency(tag) is Residency.RESIDENT
 
-    def take_over(self, record: layout.StatusRecord, committed: Committed | None) -> None:
+    def take_over(
+        self, record: layout.StatusRecord, committed: Committed | None, untold: layout.CommandRecord | None = None
+    ) -> None:
         """In the place of a rank 0 that died, which wrote `record`. Numbers of commands and versions go on, and so does
         the legacy word: a command that was pending, or was written since, is taken again. What the other ranks may
-        hold counts as there; it is not served."""
+        hold counts as there; it is not served. `untold`: what every rank committed and `record` does not say yet."""
         with self._lock:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
             self.is_held = bool(record.is_held)
             self.asleep = frozenset(tag for index, tag in enumerate(Tag) if record.asleep >> index & 1)
+            if untold is not None:
+                self._note_untold(untold)
             self._shown = self._left_in_word(record)
             holds_nothing = {record.weight, record.kv_cache, record.graph} <= {"", Residency.DROPPED.value}
             if committed is not None:
@@ -164,6 +170,17 @@ class EngineState:
                 return
             self._reason = record.reason if committed is None else "rank 0 died and is back"
             self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.FENCE)
+
+    def _note_untold(self, command: layout.CommandRecord) -> None:
+        tags = CommandOptions.decode(command.options).tags
+        if command.kind == CommandKind.PAUSE:
+            self.is_held = True
+        elif command.kind == CommandKind.SLEEP:
+            self.asleep |= tags
+        elif command.kind in (CommandKind.UPDATE, CommandKind.WAKE):
+            self._wake(tags, ends_pause=command.kind == CommandKind.WAKE)
+        elif command.kind == CommandKind.CLEAR:
+            self.asleep = frozenset()
 
     def _left_in_word(self, record: layout.StatusRecord) -> LegacyStatus | None:
         """As `_shown`. A rank 0 that died between its record and the word left the one or the other value there."""
@@ -191,13 +208,15 @@ class EngineState:
         """What the next update finds in place, or brings."""
         self._brought = tags | {Tag.WEIGHT}
 
-    def finish_update(self, live: Committed, command: int, apply_mode: str, woken: frozenset[Tag]) -> None:
+    def finish_update(
+        self, live: Committed, command: int, apply_mode: str, woken: frozenset[Tag], *, ends_pause: bool
+    ) -> None:
         """Every rank committed: the engine serves that version, unless it is paused or part of it still sleeps."""
         with self._lock:
             self.command = command
             self._adopt(live)
             self._note_live(apply_mode)
-            self._wake(woken)
+            self._wake(woken, ends_pause=ends_pause)
             self._apply(UpdateEvent.FINISH, is_settled=True)
 
     def adopt(self, live: Committed, command: int, apply_mode: str) -> None:
@@ -214,10 +233,10 @@ class EngineState:
     def _note_live(self, apply_mode: str) -> None:
         self._live_since_ns, self._apply_mode = time.time_ns(), apply_mode
 
-    def _wake(self, tags: frozenset[Tag]) -> None:
-        """Whoever wakes the last of what sleeps ends a pause as well, as FastDeploy's wakeup does."""
+    def _wake(self, tags: frozenset[Tag], *, ends_pause: bool) -> None:
+        """A wake after which nothing sleeps ends a pause as well, as FastDeploy's wakeup does."""
         self.asleep -= tags
-        if tags and not self.asleep:
+        if ends_pause and not self.asleep:
             self.is_held = False
 
     def undo_update(self, before: Lifecycle) -> None:
@@ -285,7 +304,7 @@ class EngineState:
         """Every rank has what is `brought` in place; `tags` sleep no more."""
         with self._lock:
             self.command = command
-            self._wake(tags)
+            self._wake(tags, ends_pause=True)
             come = [tag for tag in Tag if tag in brought and not self._is_there(tag)]
             self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in come), is_settled=True)
 

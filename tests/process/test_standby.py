@@ -119,9 +119,21 @@ def test_an_update_brings_the_weights_and_leaves_the_rest_asleep(scene):
     client.update()
     status = client.status()
     assert status.residency == {"weight": "resident", "kv_cache": "dropped", "graph": "dropped"}
-    assert not status.is_serving and status.asleep == ALL
+    assert not status.is_serving and status.asleep == ["kv_cache", "graph"]
     client.wake()
     assert client.status().is_serving and engine.holds(random_weights(MODEL, 4))
+
+
+def test_an_update_of_weights_that_slept_in_a_pause_leaves_it_paused_and_a_wake_ends_it(scene):
+    engine, publisher, client = scene
+    client.pause(mode="keep")
+    client.sleep("weight")
+    publish(publisher, random_weights(MODEL, 4), next(STEPS))
+    client.update()
+    assert client.status().residency == RESIDENT and client.status().is_paused and client.status().asleep == []
+    client.sleep("kv_cache")
+    client.wake("kv_cache")
+    assert client.status().is_serving and not client.status().is_paused
 
 
 def test_a_clear_wakes_nothing_and_the_next_update_brings_everything(scene):

@@ -1,4 +1,4 @@
-"""Pause, resume, sleep and wake of a numpy engine of real processes: all ranks or none, and never a request in between."""
+"""Pause, resume, sleep and wake of a numpy engine of real processes: all ranks or none."""
 
 import itertools
 from collections.abc import Iterator
@@ -44,16 +44,19 @@ def awake(scene) -> None:
 
 
 def test_a_paused_engine_refuses_with_the_reason_until_it_is_resumed(scene):
-    engine, _, client = scene
+    _engine, _, client = scene
     report = client.pause()
     assert (report.kind, report.outcome, len(report.ranks)) == ("pause", "done", 2)
     status = client.status()
     assert (status.is_serving, status.is_paused, status.reason) == (False, True, "the engine is paused")
-    assert status.residency == RESIDENT and status.legacy_status == "NORMAL" and status.version
+    assert status.residency == RESIDENT
+    assert status.legacy_status == "NORMAL"
+    assert status.version
     client.pause(mode="keep")
     client.resume()
     client.resume()
-    assert client.status().is_serving and not client.status().is_paused
+    assert client.status().is_serving
+    assert not client.status().is_paused
 
 
 def test_an_update_leaves_a_paused_engine_paused(scene):
@@ -62,26 +65,30 @@ def test_an_update_leaves_a_paused_engine_paused(scene):
     publish(publisher, random_weights(MODEL, 2), next(STEPS))
     report = client.update(kv="keep")
     assert [rank.kv for rank in report.ranks] == ["kept", "kept"]
-    assert client.status().is_paused and not client.status().is_serving
+    assert client.status().is_paused
+    assert not client.status().is_serving
     client.resume()
-    assert engine.holds(random_weights(MODEL, 2)) and client.status().is_serving
+    assert engine.holds(random_weights(MODEL, 2))
+    assert client.status().is_serving
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_come_back_from_sleep(scene, level: int):
-    engine, publisher, client = scene
+    engine, _publisher, client = scene
     before = client.status()
     client.sleep(["weight"], level=level)
     asleep = client.status()
     assert asleep.residency == {
         "weight": "offloaded" if level == 1 else "dropped", "kv_cache": "resident", "graph": "dropped"
     }  # fmt: skip
-    assert asleep.asleep == ["weight"] and not asleep.is_serving
+    assert asleep.asleep == ["weight"]
+    assert not asleep.is_serving
     assert engine.tokens() == [None, None]
     with pytest.raises(LifecycleError, match="weight, graph cannot be resumed: wake it first"):
         client.resume()
     client.wake(["weight"])
-    assert client.status().residency == RESIDENT and client.status().is_serving
+    assert client.status().residency == RESIDENT
+    assert client.status().is_serving
     assert client.status().version == before.version
     assert engine.holds(random_weights(MODEL, 1))
     assert client.receipt(recompute=True).version == before.version
@@ -93,8 +100,10 @@ def test_a_wake_from_level_2_brings_what_was_published_meanwhile(scene):
     assert client.status().legacy_status == "CLEARED"
     published = publish(publisher, random_weights(MODEL, 3), next(STEPS))
     report = client.wake()
-    assert report.version == str(published.version) and report.receipt is not None
-    assert client.status().is_serving and engine.holds(random_weights(MODEL, 3))
+    assert report.version == str(published.version)
+    assert report.receipt is not None
+    assert client.status().is_serving
+    assert engine.holds(random_weights(MODEL, 3))
 
 
 def test_tags_sleep_and_wake_one_at_a_time_in_any_order_and_twice(scene):
@@ -119,31 +128,38 @@ def test_an_update_brings_the_weights_and_leaves_the_rest_asleep(scene):
     client.update()
     status = client.status()
     assert status.residency == {"weight": "resident", "kv_cache": "dropped", "graph": "dropped"}
-    assert not status.is_serving and status.asleep == ["kv_cache", "graph"]
+    assert not status.is_serving
+    assert status.asleep == ["kv_cache", "graph"]
     client.wake()
-    assert client.status().is_serving and engine.holds(random_weights(MODEL, 4))
+    assert client.status().is_serving
+    assert engine.holds(random_weights(MODEL, 4))
 
 
 def test_an_update_of_weights_that_slept_in_a_pause_leaves_it_paused_and_a_wake_ends_it(scene):
-    engine, publisher, client = scene
+    _engine, publisher, client = scene
     client.pause(mode="keep")
     client.sleep("weight")
     publish(publisher, random_weights(MODEL, 4), next(STEPS))
     client.update()
-    assert client.status().residency == RESIDENT and client.status().is_paused and client.status().asleep == []
+    assert client.status().residency == RESIDENT
+    assert client.status().is_paused
+    assert client.status().asleep == []
     client.sleep("kv_cache")
     client.wake("kv_cache")
-    assert client.status().is_serving and not client.status().is_paused
+    assert client.status().is_serving
+    assert not client.status().is_paused
 
 
 def test_a_clear_wakes_nothing_and_the_next_update_brings_everything(scene):
     engine, publisher, client = scene
     client.sleep("kv_cache")
     client.clear()
-    assert client.status().legacy_status == "CLEARED" and client.status().asleep == []
+    assert client.status().legacy_status == "CLEARED"
+    assert client.status().asleep == []
     publish(publisher, random_weights(MODEL, 5), next(STEPS))
     client.update()
-    assert client.status().is_serving and engine.holds(random_weights(MODEL, 5))
+    assert client.status().is_serving
+    assert engine.holds(random_weights(MODEL, 5))
 
 
 def test_the_legacy_word_wakes_everything(scene):
@@ -152,7 +168,8 @@ def test_the_legacy_word_wakes_everything(scene):
     publish(publisher, random_weights(MODEL, 6), next(STEPS))
     with LegacySignal(engine.port) as signal:
         signal.request_update(20.0)
-    assert client.status().is_serving and client.status().asleep == []
+    assert client.status().is_serving
+    assert client.status().asleep == []
     assert engine.holds(random_weights(MODEL, 6))
 
 
@@ -168,7 +185,8 @@ def test_a_wake_that_one_rank_cannot_do_leaves_all_asleep(scene):
     assert (after.residency, after.asleep, after.is_serving) == (before.residency, before.asleep, False)
     assert engine.tokens() == [None, None]
     client.wake()
-    assert client.status().is_serving and engine.holds(random_weights(MODEL, 1))
+    assert client.status().is_serving
+    assert engine.holds(random_weights(MODEL, 1))
 
 
 def test_a_sleep_that_one_rank_cannot_do_leaves_all_awake(tmp_path: Path):
@@ -181,9 +199,11 @@ def test_a_sleep_that_one_rank_cannot_do_leaves_all_awake(tmp_path: Path):
         publish(publisher, random_weights(MODEL, 1), 1)
         client.update()
         assert engine.ask(1, "spoil norm") == "spoilt"
-        with pytest.raises(ChecksumMismatchError, match="rank 1.*first norm"):
+        with pytest.raises(ChecksumMismatchError, match=r"rank 1.*first norm"):
             client.sleep(["weight"])
-        assert client.status().is_serving and client.status().residency == RESIDENT and client.status().asleep == []
+        assert client.status().is_serving
+        assert client.status().residency == RESIDENT
+        assert client.status().asleep == []
         assert None not in engine.tokens()
 
 
@@ -209,8 +229,11 @@ def test_a_death_while_weights_sleep_in_host_memory_leaves_nothing_and_a_wake_br
         engine.workers[rank].kill()
         wait_until(lambda: engine.deaths == [rank] and client.status().legacy_status == "CLEARED")
         status = client.status()
-        assert set(status.residency.values()) == {"dropped"} and status.asleep == ["weight"] and not status.is_serving
+        assert set(status.residency.values()) == {"dropped"}
+        assert status.asleep == ["weight"]
+        assert not status.is_serving
         publish(publisher, random_weights(MODEL, 2), 2)
         client.wake()
-        assert client.status().is_serving and client.status().residency == RESIDENT
+        assert client.status().is_serving
+        assert client.status().residency == RESIDENT
         assert engine.holds(random_weights(MODEL, 2))

@@ -23,7 +23,7 @@ COPY_PASSES: Final = 2
 """In place, while nothing decodes: one pass that copies, one that reads back what it wrote."""
 _MIN_MEASURED_BYTES: Final = 1 << 20
 
-LENT = "its trainer waits for the memory that it lent"
+LENT = "the trainer has the memory that it lent back with the next update or clear"
 NOTHING_TO_ALIAS = "no parameter can be used in place"
 NOT_CHOSEN = "memory of the engine's own was expected to do better"
 """Of a parameter that could have been used in place; for reports."""
@@ -46,8 +46,8 @@ class ApplyFacts:
     """What one rank knows when it has to choose. Seconds are those of graph recapture for the addresses that a way
     would give; `*_needs`: bytes of memory that it would take and that the engine does not have yet.
 
-    `why_no_alias`: published memory must not, or cannot, be used in place; empty where it can. `is_lent`: it can, but
-    its trainer gets it back no sooner than at the next update or clear. `overwrites`: bytes of live parameters that a
+    `why_no_alias`: published memory must not, or cannot, be used in place; empty where it can. `is_lent`: it is the
+    trainer's own, who lent it to be used in place: that is no reason against it, but one that is named. `overwrites`: bytes of live parameters that a
     copy in place would fill; 0 where none can be overwritten: nothing is live, or it lies in published memory."""
 
     why_no_alias: str
@@ -109,8 +109,7 @@ def _ways(facts: ApplyFacts) -> list[_Way]:
             ALIAS,
             facts.alias_recapture_s,
             facts.alias_needs,
-            f"recapture {_ms(facts.alias_recapture_s)}, nothing copied",
-            shunned=LENT if facts.is_lent else "",
+            f"recapture {_ms(facts.alias_recapture_s)}, nothing copied" + (f", {LENT}" if facts.is_lent else ""),
             ruled_out=facts.why_no_alias,
         ),
         _Way(ARENA, facts.arena_recapture_s, facts.arena_needs, f"recapture {_ms(facts.arena_recapture_s)}"),

@@ -7,10 +7,8 @@ import pytest
 
 from fastdeploy_rl.engines.numpy.runner import NUM_GRAPHS
 from fastdeploy_rl.errors import StepFailedError
-from fastdeploy_rl.plan.conventions import TensorRule
 from fastdeploy_rl.update import apply_facts
-from fastdeploy_rl.update.apply_choice import LENT
-from tests.unit.test_undo import AXES, RANK, STEPS, Fault, Rig, check_undone, live_bytes_of, rig, run, weights_of
+from tests.unit.test_undo import RANK, STEPS, Fault, Rig, check_undone, live_bytes_of, rig, run
 
 
 def took(rank: Rig) -> tuple[str, str, int]:
@@ -80,26 +78,6 @@ def test_a_rank_without_memory_or_checksums_does_not_copy_in_place(
         assert applied == "alias"  # nothing fits, and this needs least
         assert "bytes needed, 100 free; no arena: it needs " in reason
         assert "no copy: it needs " in reason
-
-
-def test_memory_that_a_trainer_lent_is_its_own_again_right_after_the_update(tmp_path: Path) -> None:
-    with rig(tmp_path, "auto") as rank:
-        weights = weights_of(1)
-        words = {"float32": "F32", "float16": "F16"}
-        memory = rank.publisher.allocate({n: (words[v.dtype.name], v.shape) for n, v in weights.items()})
-        for name, value in weights.items():
-            memory[name][...] = value
-        published = rank.publisher.publish(
-            memory, step=1, borrow=True, convention=lambda name, shape: TensorRule(name, AXES.get(name))
-        )
-        command = rank.command(published)
-        run(command)
-        command.retire()
-        assert (command.report().applied, LENT in command.report().applied_reason) == ("arena", True)
-        published.wait_released(1.0)
-        for value in memory.values():
-            value[...] = -1
-        assert rank.live_bytes() == live_bytes_of(1)
 
 
 def test_copies_onto_nothing_and_modes_that_were_asked_for_say_what_was_done(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench_board import board_rows
 from bench_decode import decode_rows
 from bench_laws import law_rows
+from bench_lifecycle import lifecycle_rows
 from bench_manager import manager_rows
 from bench_memory import memory_rows
 from bench_native import native_rows
@@ -42,6 +43,7 @@ GROUPS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "memory": lambda arguments: memory_rows(),
     "decode": lambda arguments: decode_rows(arguments.model, arguments.runs),
     "manager": lambda arguments: manager_rows(arguments.model, arguments.runs),
+    "lifecycle": lambda arguments: lifecycle_rows(arguments.model, arguments.runs),
 }
 
 

@@ -30,14 +30,14 @@ from fastdeploy_rl.errors import FastDeployRLError
 
 RANKS = 3
 QUESTION = "Tell me a short story about a robot who learns to paint."
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 NUM_BEFORE = 12
 """Tokens of an answer that are there before anything happens to it."""
-NUM_COMPARED = 16
+NUM_COMPARED = 12
 WATCHED_S = 0.5
 """How long a paused engine is watched for tokens that must not come."""
 FREED_SHARE = 0.9
-NOISE = 0.02
+NOISE, NOISE_VALUES = 0.02, 1_000_003
 OUT_DIR = Path("build/lifecycle")
 Weights = dict[str, np.ndarray]
 
@@ -294,11 +294,9 @@ def _continue(story: Story, tokens: list[int]) -> Json:
 
 def _changed(weights: Weights, seed: int) -> Weights:
     """The same model a little beside itself: what a few steps of training might make of it."""
-    random = np.random.default_rng(seed)
+    noise = NOISE * np.random.default_rng(seed).standard_normal(NOISE_VALUES, np.float32)
     return {
-        name: value
-        if value.ndim == 1
-        else value + NOISE * value.std() * random.standard_normal(value.shape, np.float32)
+        name: value if value.ndim == 1 else value + value.std() * np.resize(noise, value.shape)
         for name, value in weights.items()
     }
 

@@ -26,7 +26,7 @@ from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from tests.process.trainer import Trainer
 
 PROMPTS = ([(7 * place + 3) % 250 for place in range(3 * PAGE_TOKENS + 5)], [9, 8, 7])
-NUM_LONG, NUM_LONGER, NUM_SHORT = 200, 400, 24
+NUM_LONG, NUM_LONGER, NUM_SHORT = 150, 400, 24
 
 
 class Setup(NamedTuple):

@@ -22,13 +22,12 @@ import numpy as np
 import numpy_llama
 import openai
 import pytest
+from lively_model import lively_weights
 from openai import AsyncOpenAI, OpenAI
 from served_engine import DEADLINE_S, Model, ServedEngine, Weights
 
 from fastdeploy_rl.control.controller import EngineController
-from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.engines.embedded.checkpoint import save_checkpoint
-from fastdeploy_rl.engines.embedded.model_config import parameter_specs, read_config
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from tests.process.served_model import CONFIG, write_tiny_llama
 
@@ -42,21 +41,10 @@ NOISE = 1e-4
 """Far above what float32 and the order of a sum change in a logit here, far below what other weights do."""
 
 
-def lively_weights(model: Model, seed: int) -> Weights:
-    """So that answers wander, and do so differently for each seed."""
-    random = np.random.default_rng(seed)
-    specs = [spec for spec in parameter_specs(read_config(model.directory)) if spec.coverage is Coverage.UPDATED]
-    return {
-        spec.name: random.standard_normal(spec.shape, np.float32) * np.float32(0.3 if len(spec.shape) > 1 else 0.1)
-        + np.float32(len(spec.shape) == 1)
-        for spec in specs
-    }
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", **SETTINGS)
-    weights = lively_weights(Model(directory, {}), 0)
+    weights = lively_weights(directory, 0)
     save_checkpoint(directory, SETTINGS, weights)
     return Model(directory, weights)
 
@@ -449,7 +437,7 @@ def test_under_thirty_updates_every_token_is_that_of_the_version_it_is_stamped_w
     """Eight clients stream without a pause; each of the thirty versions is published, taken over and heard of before
     the next. Greedy tokens are compared one by one with what the numpy model of that version says after everything
     before them."""
-    sets = [lively_weights(model, seed) for seed in (1, 2, 3)]
+    sets = [lively_weights(model.directory, seed) for seed in (1, 2, 3)]
     published: dict[str, Weights] = {}
     seen: dict[str, asyncio.Event] = {}
     readers = [Reader(engine.url, number, seen) for number in range(NUM_CLIENTS)]

@@ -20,7 +20,8 @@ ALIAS, ALIAS_STRICT, COPY, AUTO = "alias", "alias-strict", "copy", "auto"
 APPLY_MODES = (AUTO, ALIAS, ALIAS_STRICT, COPY)
 """How weights become live. `alias`: parameters rebind to published memory; those that cannot are copied, and reported
 with the reason. `alias-strict`: as alias, but an update that would copy is refused. `copy`: published bytes go into the
-parameters' own memory. `auto`: alias, or copy from a source whose memory does not stay as it is."""
+parameters' own memory. `auto`: on each rank what is expected to stall decoding least, which is alias where nothing
+speaks against it; the report says what was taken, and why (update/apply_choice.py)."""
 
 KEEP, REFETCH, OFF = "keep", "refetch", "off"
 ROLLBACKS = (KEEP, REFETCH, OFF)

@@ -47,8 +47,9 @@ class ApplyFacts:
     would give; `*_needs`: bytes of memory that it would take and that the engine does not have yet.
 
     `why_no_alias`: published memory must not, or cannot, be used in place; empty where it can. `is_lent`: it is the
-    trainer's own, who lent it to be used in place: that is no reason against it, but one that is named. `overwrites`: bytes of live parameters that a
-    copy in place would fill; 0 where none can be overwritten: nothing is live, or it lies in published memory."""
+    trainer's own, who lent it to be used in place: no reason against it, but one that is named. `overwrites`: bytes of
+    live parameters that a copy in place would fill; 0 where none can be overwritten: nothing is live, or it lies in
+    published memory."""
 
     why_no_alias: str
     is_lent: bool

@@ -21,12 +21,14 @@ _P = "fastdeploy_rl/"
 _BOARD, _LAYOUT, _RENDEZVOUS = (f"{_P}board/{name}.py" for name in ("board", "layout", "rendezvous"))
 _CONDUCTOR, _COORDINATOR, _STATE = (f"{_P}update/{name}.py" for name in ("conductor", "coordinator", "engine_state"))
 _REQUESTS, _RECOVERY, _STEPS = (f"{_P}update/{name}.py" for name in ("requests", "recovery", "steps"))
+_STANDBY, _STANDBY_COMMANDS = (f"{_P}update/{name}.py" for name in ("standby", "standby_commands"))
 _TRANSACTION, _WAY_BACK = (f"{_P}update/{name}.py" for name in ("transaction", "way_back"))
 _LEASES, _SHELF, _CHANNEL = (f"{_P}publish/{name}.py" for name in ("leases", "arena_shelf", "channel"))
 _PARTICIPANT = f"{_P}update/participant.py"
 _IPC = f"{_P}sources/ipc.py"
 _MANAGER, _READER, _RECEIPT = f"{_P}manager.py", f"{_P}publish/channel_reader.py", f"{_P}receipt.py"
 
+_STANDBY_TESTS = "tests/process/test_standby.py"
 _BORROWED = "tests/process/test_publish_borrowed.py"
 _UNDO = "tests/unit/test_undo.py"
 _TEST_BOARD = "tests/process/test_board.py"
@@ -223,8 +225,8 @@ MUTANTS = (
         "kv_cache_kept",
         "KV blocks are keyed by the digest of the weights that filled them",
         _STEPS,
-        "update.runner.rebuild_kv_cache(_known(update.new).content_digest)",
-        "pass",
+        "        update.runner.rebuild_kv_cache(digest)\n",
+        "        pass\n",
         f"{_VERIFY}::test_the_kv_cache_is_filled_anew_under_the_digest_of_the_new_weights",
     ),
     _mutant(
@@ -279,10 +281,66 @@ MUTANTS = (
     _mutant(
         "cleared_too_early",
         "CLEARED is shown when every rank has freed weights and KV cache",
-        _COORDINATOR,
-        "        self.state.pause()\n",
-        "        self.state.pause()\n        self.state.weights_word.store(-2)\n",
+        _STANDBY,
+        "        self._state.pause()\n",
+        "        self._state.pause()\n        self._state.weights_word.store(-2)\n",
         f"{_LAWS}::test_cleared_is_not_shown_while_one_rank_has_not_freed_its_memory",
+    ),
+    _mutant(
+        "admission_closed_late",
+        "admission closes before a rank is asked for anything",
+        _STANDBY,
+        "        self._state.pause()\n",
+        "        pass\n",
+        f"{_STANDBY_TESTS}::test_weights_come_back_from_sleep",
+    ),
+    _mutant(
+        "update_ends_a_pause",
+        "an update leaves a paused engine paused",
+        _STATE,
+        "if ends_pause and not self.asleep:",
+        "if not self.asleep:",
+        f"{_STANDBY_TESTS}::test_an_update_leaves_a_paused_engine_paused",
+    ),
+    _mutant(
+        "served_half_awake",
+        "nothing is served before all tags are awake",
+        _STATE,
+        "may_serve = not self.is_held and set(lifecycle.residencies) == {Residency.RESIDENT}",
+        "may_serve = not self.is_held and lifecycle.weight is Residency.RESIDENT",
+        f"{_STANDBY_TESTS}::test_tags_sleep_and_wake_one_at_a_time_in_any_order_and_twice",
+    ),
+    _mutant(
+        "sleeper_woken_by_an_update",
+        "an update leaves asleep what nobody woke",
+        _STATE,
+        "wanted = frozenset(Tag) - (self.asleep - woken)",
+        "wanted = frozenset(Tag)",
+        f"{_STANDBY_TESTS}::test_an_update_brings_the_weights_and_leaves_the_rest_asleep",
+    ),
+    _mutant(
+        "lost_copies_served",
+        "weights that slept in the memory of a dead rank are nobody's",
+        _STATE,
+        "is_held = bool(self.source) and self.lifecycle.weight is not Residency.OFFLOADED",
+        "is_held = bool(self.source)",
+        f"{_STANDBY_TESTS}::test_a_death_while_weights_sleep_in_host_memory_leaves_nothing_and_a_wake_brings_the_newest[1]",
+    ),
+    _mutant(
+        "unchecked_offload",
+        "what goes to sleep in host memory is what was committed",
+        _STANDBY_COMMANDS,
+        "            check_sums(self._copy.sums, live, self._state.runner.rank)\n",
+        "            pass\n",
+        f"{_STANDBY_TESTS}::test_a_sleep_that_one_rank_cannot_do_leaves_all_awake",
+    ),
+    _mutant(
+        "wake_not_undone",
+        "a wake that one rank cannot do leaves all asleep",
+        _STANDBY_COMMANDS,
+        "            runner.unbind()\n            self._is_bound = False\n",
+        "            self._is_bound = False\n",
+        f"{_STANDBY_TESTS}::test_a_wake_that_one_rank_cannot_do_leaves_all_asleep",
     ),
     _mutant(
         "word_not_compared",
@@ -387,8 +445,8 @@ MUTANTS = (
         "commit_word_forgotten",
         "a version is committed from the moment in which its commit word reads YES",
         f"{_P}update/committed.py",
-        "if command.number > status.command and was_committed(board, command):",
-        "if False:",
+        "return command if command.number > status.command and was_committed(board, command) else None",
+        "return None",
         f"{_AFTER_THE_WORD}[0]",
     ),
     _mutant(

@@ -55,6 +55,7 @@ SPOKEN = {
     ("cli/snapshot.py", "time.sleep(_LOOK_EVERY_S)"): "--follow: as long as its user lets it",
     ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
     ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,
+    ("engines/embedded/graph_pool.py", "threading.Lock()"): HELD_BRIEFLY,
     ("sources/checkpoint_transfer.py", "threading.Lock()"): "held for a few statements, or waited for with a time",
     ("sources/described.py", "threading.Lock()"): "held while files are read, and waited for with a time",
     ("sources/fetching.py", "threading.Lock()"): HELD_BRIEFLY,

@@ -181,6 +181,7 @@ def test_a_wake_that_one_rank_cannot_do_leaves_all_asleep(scene):
     with pytest.raises(StepFailedError, match="told to refuse"):
         client.wake()
     assert engine.ask(1, "mend bind") == "mended"
+    assert engine.dump(0) == engine.dump(1) == {}
     after = client.status()
     assert (after.residency, after.asleep, after.is_serving) == (before.residency, before.asleep, False)
     assert engine.tokens() == [None, None]

@@ -1,7 +1,8 @@
 """The loop of a rank without a model: what it leaves off when a meeting fails, and when it goes on."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad, GenerationRequest, SamplingOptions
 from fastdeploy_rl.engines.embedded.loop import Follower, Leader, StepMessage
-from fastdeploy_rl.engines.embedded.messages import FrameDecoder, FromWorker, Start, Stop, WorkerSocket, encode
+from fastdeploy_rl.engines.embedded.messages import (
+    Cancel,
+    FrameDecoder,
+    FromWorker,
+    Start,
+    Stop,
+    ToWorker,
+    WorkerSocket,
+    encode,
+)
 from fastdeploy_rl.engines.embedded.page_allocator import PageAllocator
 from fastdeploy_rl.engines.embedded.sampler import SampledToken
 from fastdeploy_rl.engines.embedded.scheduler import Scheduler, SchedulerLimits, Step
@@ -69,10 +79,19 @@ class Manager:
     """Of a rank whose engine starts ranks again, or does not. It is whole, and settled, when it was asked so often."""
 
     def __init__(
-        self, wake_fd: int = -1, *, whole_after: int = 0, settled_after: int = 0, is_restarted: bool = True
+        self,
+        wake_fd: int = -1,
+        *,
+        whole_after: int = 0,
+        settled_after: int = 0,
+        drained_after: int = 0,
+        is_restarted: bool = True,
+        commands: Sequence[int] = (),
     ) -> None:
+        """Each of `commands` is found by one `poll` (0: none); to run one brings version 1.2."""
         self.wake_fd = wake_fd
-        self.is_draining = False
+        self._commands = list(commands)
+        self._drained_after = drained_after
         self.live_version = self.newest_version = "1.1"
         self.condemned: frozenset[int] = frozenset()
         self.num_rejoined = 0
@@ -80,7 +99,15 @@ class Manager:
         self._is_restarted = is_restarted
 
     def poll(self) -> int:
-        return 0
+        return self._commands.pop(0) if self._commands else 0
+
+    def run(self, number: int) -> None:
+        self.live_version = self.newest_version = "1.2"
+
+    @property
+    def is_draining(self) -> bool:
+        self._drained_after -= 1
+        return self._drained_after >= 0
 
     def is_whole(self) -> bool:
         self._whole_after -= 1
@@ -110,20 +137,44 @@ class Manager:
 class Rank0:
     """A leader that was sent a request, over the other end of its socket."""
 
-    def __init__(self, supervisor: socket.socket, connection: WorkerSocket, manager: Manager, peers: Peers) -> None:
+    def __init__(
+        self,
+        supervisor: socket.socket,
+        connection: WorkerSocket,
+        manager: Manager,
+        peers: Peers,
+        request: GenerationRequest,
+    ) -> None:
         self.manager, self.peers, self.model = manager, peers, Model(peers)
         self._supervisor = supervisor
         self._leader = Leader(self.model, manager, peers, connection, deadlines=Deadlines())  # type: ignore[arg-type]
-        supervisor.sendall(encode(Start("1", REQUEST)))
+        self.tell(Start("1", request))
 
-    def run(self) -> list[Step]:
+    def tell(self, message: ToWorker) -> None:
+        self._supervisor.sendall(encode(message))
+
+    def run_until_refused(self) -> list[tuple[int, str]]:
+        """Stopped when it has said something of a request, which is returned."""
+
+        def await_said() -> list[tuple[int, str]]:
+            while not (said := self.said()):
+                pass
+            self.tell(Stop())
+            return said
+
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(await_said)
+            self._leader.run()
+            return said.result()
+
+    def run(self, until: str = "1") -> list[Step]:
         """Until the request has ended; the forward passes that were told to the other rank."""
         accept = self.model.accept
 
         def accept_and_stop(step: Step, logits: None) -> None:
             accept(step, logits)
-            if self.model.scheduler.find("1") is None:
-                self._supervisor.sendall(encode(Stop()))
+            if self.model.scheduler.find(until) is None:
+                self.tell(Stop())
 
         self.model.accept = accept_and_stop  # type: ignore[method-assign]
         self._leader.run()
@@ -143,8 +194,9 @@ def rank_0() -> Iterator[Callable[..., Rank0]]:
             stack.callback(end.close)
         supervisor, worker, wake, _ = ends
 
-        def make(*failures: FastDeployRLError | None, **options: Any) -> Rank0:
-            return Rank0(supervisor, WorkerSocket(worker), Manager(wake.fileno(), **options), Peers(*failures))
+        def make(*failures: FastDeployRLError | None, request: GenerationRequest = REQUEST, **options: Any) -> Rank0:
+            manager = Manager(wake.fileno(), **options)
+            return Rank0(supervisor, WorkerSocket(worker), manager, Peers(*failures), request)
 
         yield make
 
@@ -207,6 +259,46 @@ def test_a_request_to_an_engine_that_takes_over_is_not_refused_before_that_is_se
 ) -> None:
     leader = rank_0(settled_after=2)
     leader.run()
+    assert leader.said() == [(7, "")] * 4
+
+
+def test_a_request_begins_when_a_command_brought_the_version_that_it_waits_for(rank_0: Callable[..., Rank0]) -> None:
+    request = msgspec.structs.replace(REQUEST, min_version="1.2", version_wait_s=60.0)
+    leader = rank_0(request=request, commands=[7])
+    leader.run()
+    assert leader.said() == [(7, "")] * 4
+    assert [message.command for message in leader.peers.met[:2]] == [7, 0]
+    assert leader.manager.live_version == "1.2"
+
+
+def test_a_request_whose_version_does_not_come_is_refused_when_its_time_is_over(rank_0: Callable[..., Rank0]) -> None:
+    """Nothing else wakes the loop."""
+    leader = rank_0(request=msgspec.structs.replace(REQUEST, min_version="1.2", version_wait_s=0.05))
+    reason = "version 1.1 is live, and the request wants 1.2 or newer; waited 0.05 s"
+    assert leader.run_until_refused() == [(-1, reason)]
+    assert [message.step for message in leader.peers.met if message.step] == []
+
+
+def test_a_request_that_still_waits_is_told_that_the_engine_stops(rank_0: Callable[..., Rank0]) -> None:
+    leader = rank_0(request=msgspec.structs.replace(REQUEST, min_version="1.2", version_wait_s=60.0))
+    leader.tell(Stop())
+    leader.run()
+    assert leader.said() == [(-1, "the engine is stopping")]
+
+
+def test_a_request_that_was_cancelled_while_it_waited_never_begins(rank_0: Callable[..., Rank0]) -> None:
+    request = msgspec.structs.replace(REQUEST, min_version="1.2", version_wait_s=60.0)
+    leader = rank_0(request=request, commands=[7])
+    leader.tell(Cancel("1"))
+    leader.tell(Start("2", REQUEST))
+    leader.run(until="2")
+    assert [message.step.slices[0].request_id for message in leader.peers.met if message.step] == ["2"] * 4
+
+
+def test_no_new_request_begins_while_a_command_waits_for_those_that_have(rank_0: Callable[..., Rank0]) -> None:
+    leader = rank_0(drained_after=3)
+    leader.run()
+    assert [message.step is None for message in leader.peers.met[:4]] == [True, True, True, False]
     assert leader.said() == [(7, "")] * 4
 
 

@@ -29,6 +29,9 @@ _IPC = f"{_P}sources/ipc.py"
 _MANAGER, _READER, _RECEIPT = f"{_P}manager.py", f"{_P}publish/channel_reader.py", f"{_P}receipt.py"
 
 _STANDBY_TESTS = "tests/process/test_standby.py"
+_RUNNER, _SCHEDULER, _PREFIXES = (f"{_P}engines/embedded/{name}.py" for name in ("runner", "scheduler", "prefix_cache"))
+_SWITCHING = "tests/engines/test_switching_reference.py::test_a_runner_that_switches_says_what_the_reference_says"
+_IN_FLIGHT = "tests/engines/test_in_flight.py"
 _BORROWED = "tests/process/test_publish_borrowed.py"
 _UNDO = "tests/unit/test_undo.py"
 _TEST_BOARD = "tests/process/test_board.py"
@@ -774,5 +777,45 @@ MUTANTS = (
         "        for member in self._updated:\n            member.runner.unbind()",
         "        for member in self._members:\n            member.runner.unbind()",
         "tests/conformance/test_model_group.py::test_a_frozen_member_is_bound_once_and_never_touched_again",
+    ),
+    _mutant(
+        "kept_cache_computed_anew",
+        "requests in flight go on with the keys and values that they have where that was asked for",
+        _RUNNER,
+        "self._use_weights(content_digest, keeps_kv=True)",
+        "self._use_weights(content_digest, keeps_kv=False)",
+        _SWITCHING,
+    ),
+    _mutant(
+        "rebuilt_cache_kept",
+        "after a rebuild nothing counts that older weights made",
+        _RUNNER,
+        "self._use_weights(content_digest, keeps_kv=False)",
+        "self._use_weights(content_digest, keeps_kv=True)",
+        _SWITCHING,
+    ),
+    _mutant(
+        "prefix_of_other_weights_hit",
+        "a new request never hits keys and values of other weights",
+        _PREFIXES,
+        "self._digest = content_digest.encode()",
+        'self._digest = b""',
+        f"{_IN_FLIGHT}::test_what_the_same_weights_left_may_be_used_when_they_come_back[rsync copy 1]",
+    ),
+    _mutant(
+        "mixed_chain_entered",
+        "a new request never hits a chain of mixed versions",
+        _SCHEDULER,
+        "            item.chain = None\n        num_full",
+        "            pass\n        num_full",
+        f"{_IN_FLIGHT}::test_what_the_same_weights_left_may_be_used_when_they_come_back[rsync copy 1]",
+    ),
+    _mutant(
+        "kept_cache_dropped_with_its_weights",
+        "keys and values that are awake outlive weights that sleep at level 2, where that was asked for",
+        _STEPS,
+        "    if update.kv_policy == KEEP:\n        update.runner.keep",
+        "    if update.kv_policy == KEEP and update.old is not None:\n        update.runner.keep",
+        "tests/engines/test_fifty_clients.py",
     ),
 )

@@ -226,7 +226,8 @@ def test_four_updates_in_one_answer_leave_keys_and_values_of_three_kinds(rig: Ri
 
 @only(SETUPS[0], SETUPS[-1])
 def test_what_the_same_weights_left_may_be_used_when_they_come_back(rig: Rig, cold: ColdRunner) -> None:
-    """By their content, whatever their version. What an answer left that others finished is nobody's."""
+    """By their content, whatever their version. Of an answer that went on under others, what was before the switch is
+    theirs; what came after it is nobody's, though its tokens are asked for."""
     with rig.trainer() as trainer:
         first = rig.publish(trainer, KEEP)
         rig.engine.control.update(kv=KEEP)
@@ -236,6 +237,11 @@ def test_what_the_same_weights_left_may_be_used_when_they_come_back(rig: Rig, co
             rig.engine.control.update(kv=KEEP)
         check_in_flight(rig, answers, KEEP, first, other)
         check_new_requests(rig, cold, other)
+        mixed = [*PROMPTS[0], *answers[0].tokens]
+        check_new_request(rig, other, rig.ask(mixed), num_cached=3 * PAGE_TOKENS)
         again = rig.publish(trainer, KEEP, dict(rig.versions[first].weights))
         rig.engine.control.update(kv=KEEP)
         check_new_request(rig, again, rig.ask(PROMPTS[0]), num_cached=3 * PAGE_TOKENS)
+        num_pure = len(PROMPTS[0]) + answers[0].spans[0].end - 1  # the last token's come with the one after it
+        num_cached = num_pure - num_pure % PAGE_TOKENS
+        check_new_request(rig, again, rig.ask(mixed), num_cached=num_cached)

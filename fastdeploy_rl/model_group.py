@@ -118,6 +118,10 @@ class ModelGroup:
 
     # --- what is derived from the weights ---------------------------------------------------------------------
 
+    @property
+    def has_kv_cache(self) -> bool:
+        return all(member.runner.has_kv_cache for member in self._members)
+
     def drop_kv_cache(self) -> None:
         for member in self._members:
             member.runner.drop_kv_cache()

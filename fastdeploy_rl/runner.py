@@ -54,6 +54,11 @@ class ModelRunner(Protocol):
         in order, so that what a request has so far is its answer."""
         ...
 
+    @property
+    def has_kv_cache(self) -> bool:
+        """Its memory is there."""
+        ...
+
     def drop_kv_cache(self) -> None:
         """Frees the memory of the KV cache. Kept requests recompute theirs."""
         ...

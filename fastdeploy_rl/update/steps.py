@@ -89,6 +89,7 @@ class RankUpdate:
     """The parameters may lie in new memory, or hold new bytes."""
     is_kv_touched: bool = False
     """The cache may be the new weights', rebuilt or kept."""
+    had_kv_cache: bool = False
     is_recaptured: bool = False
     graphs_captured: int = 0
     is_kv_lost: bool = False
@@ -396,7 +397,7 @@ def rebuild_kv_cache(update: RankUpdate) -> int:
     gone. One that sleeps stays away."""
     if Tag.KV_CACHE not in update.brings:
         return 0
-    update.is_kv_touched = True
+    update.is_kv_touched, update.had_kv_cache = True, update.runner.has_kv_cache
     digest = _known(update.new).content_digest
     if update.kv_policy == KEEP:
         update.runner.keep_kv_cache(digest)
@@ -410,13 +411,14 @@ def restore_kv_cache(update: RankUpdate) -> None:
     requests compute theirs anew."""
     if not update.is_kv_touched:
         return
-    if update.old is None:
+    digest = "" if update.old is None else update.old.content_digest
+    if not update.had_kv_cache:
         update.runner.drop_kv_cache()
     elif update.kv_policy == KEEP:
-        update.runner.keep_kv_cache(update.old.content_digest)
+        update.runner.keep_kv_cache(digest)
     else:
         update.is_kv_lost = True
-        update.runner.rebuild_kv_cache(update.old.content_digest)
+        update.runner.rebuild_kv_cache(digest)
     update.is_kv_touched = False
 
 

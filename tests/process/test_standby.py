@@ -190,6 +190,23 @@ def test_a_wake_that_one_rank_cannot_do_leaves_all_asleep(scene):
     assert engine.holds(random_weights(MODEL, 1))
 
 
+@pytest.mark.parametrize("kv", ["rebuild", "keep"])
+def test_a_refused_update_of_sleeping_weights_leaves_the_cache_that_is_awake(scene, kv: str):
+    engine, publisher, client = scene
+    client.sleep("weight")
+    before = client.status()
+    publish(publisher, random_weights(MODEL, 2), next(STEPS))
+    assert engine.ask(1, "refuse bind") == "refusing"
+    with pytest.raises(StepFailedError, match="told to refuse"):
+        client.update(kv=kv)
+    assert engine.ask(1, "mend bind") == "mended"
+    assert client.status().residency == before.residency
+    client.wake("weight")
+    assert client.status().version == before.version
+    assert engine.holds(random_weights(MODEL, 1))
+    assert None not in engine.tokens()
+
+
 def test_a_sleep_that_one_rank_cannot_do_leaves_all_awake(tmp_path: Path):
     """Its live memory is not what was committed, so that a copy of it would not be either."""
     with (

@@ -129,6 +129,10 @@ class EmbeddedRunner:
         if self._scheduler is not None:
             self._scheduler.abort_all(reason, is_fault=is_fault, begun=begun)
 
+    @property
+    def has_kv_cache(self) -> bool:
+        return bool(self._cache.address)
+
     def drop_kv_cache(self) -> None:
         if self._scheduler is not None:
             self._scheduler.preempt_all()

@@ -111,6 +111,10 @@ class NumpyRunner:
     def abort_requests(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
         self._note(f"abort {reason}")
 
+    @property
+    def has_kv_cache(self) -> bool:
+        return self._kv_digest is not None
+
     def drop_kv_cache(self) -> None:
         self._note("drop_kv_cache")
         self._kv_digest = None

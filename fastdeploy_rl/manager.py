@@ -244,6 +244,7 @@ class DynamicWeightManager:
             stack.callback(self._close_wake_fd)
             stack.callback(self._source.close)
             stack.callback(self._state.arenas.drop)
+            stack.callback(self._state.release_offloaded)
             stack.callback(self._let_go)
             stack.callback(self._participant.retire_replaced)
             stack.callback(self._join_stager)

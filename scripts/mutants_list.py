@@ -204,8 +204,8 @@ MUTANTS = (
         "verify_skipped",
         "what apply mode copy installed is read back before the vote",
         _STEPS,
-        "    if update.apply_mode != COPY:\n        return 0\n",
-        "    if update.apply_mode:\n        return 0\n",
+        "    if update.way != COPY:\n        return 0\n",
+        "    if update.way:\n        return 0\n",
         f"{_VERIFY}::test_a_byte_of_a_copy_that_changed_after_the_install_is_found_before_the_vote",
     ),
     _mutant(
@@ -228,8 +228,8 @@ MUTANTS = (
         "kv_cache_kept",
         "KV blocks are keyed by the digest of the weights that filled them",
         _STEPS,
-        "        update.runner.rebuild_kv_cache(digest)\n",
-        "        pass\n",
+        "        update.runner.rebuild_kv_cache(digest)\n    return 0\n",
+        "        pass\n    return 0\n",
         f"{_VERIFY}::test_the_kv_cache_is_filled_anew_under_the_digest_of_the_new_weights",
     ),
     _mutant(
@@ -733,10 +733,36 @@ MUTANTS = (
     _mutant(
         "files_used_in_place_unasked",
         "apply mode auto lies in no file that somebody may cut",
-        _STEPS,
-        "return update.apply_mode != AUTO or not staged.is_copied_unless_asked",
-        "return True",
+        f"{_P}update/apply_choice.py",
+        "    if is_copied_unless_asked:\n",
+        "    if False:\n",
         "tests/process/test_apply_modes.py::test_files_are_used_in_place_only_where_that_is_asked_for",
+    ),
+    _mutant(
+        "copied_in_place_without_checksums",
+        "apply mode auto overwrites live weights only where that can be undone",
+        f"{_P}update/apply_choice.py",
+        'return "" if facts.has_checksums else "it takes checksums to undo"',
+        'return ""',
+        "tests/unit/test_auto_apply.py::test_a_rank_without_memory_or_checksums_does_not_copy_in_place",
+    ),
+    _mutant(
+        "woken_unchecked",
+        "weights that slept in host memory are checked before they are bound",
+        f"{_P}update/standby_commands.py",
+        "            check_sums(sums, new, state.runner.rank)\n",
+        "            pass\n",
+        "tests/unit/test_standby_commands.py::"
+        "test_weights_that_do_not_come_back_from_host_memory_go_on_sleeping_there[corrupt]",
+    ),
+    _mutant(
+        "sleeping_memory_kept",
+        "what sleeps gives its memory back to the system",
+        f"{_P}update/standby_commands.py",
+        "        state.arenas.drop()\n",
+        "        pass\n",
+        "tests/unit/test_standby_commands.py::"
+        "test_all_memory_returns_and_what_sleeps_in_host_memory_wakes_to_the_byte[alias-1]",
     ),
     _mutant(
         "arena_handed_out_in_use",

@@ -165,3 +165,12 @@ def test_forget_all_makes_every_page_blank_and_counts_go_on(cache: PrefixCache, 
         allocator.share(let_go)
     allocator.free(held)
     assert sorted(allocator.allocate(8)) == list(range(8))
+
+
+def test_a_page_that_was_given_away_is_blank_when_it_comes_back(cache: PrefixCache, allocator: PageAllocator) -> None:
+    allocator.free(fill(cache, allocator, keys("a")[:1]))
+    pages = allocator.allocate(8)
+    cache.overwrite(pages)
+    allocator.free(pages)
+    with pytest.raises(ValueError, match="not all held or kept"):
+        allocator.share([0])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ class StreamingClients:
         self._port, self._count = port, count
         self._prompts, self._lengths = prompts, lengths
         self._is_over = False
-        self._num_tokens = 0
+        self._num_tokens: Counter[str] = Counter()
         self._progress = threading.Condition()
         self._failure: BaseException | None = None
         self.answers: list[Answer] = []
@@ -43,12 +44,13 @@ class StreamingClients:
         if thread.is_alive():
             raise TimeoutError("a client still waits for its answer")
 
-    def await_tokens(self, count: int) -> None:
-        """Until they were told so many more."""
+    def await_tokens(self, version: str, count: int) -> None:
+        """Until they were told so many of that version."""
         with self._progress:
-            wanted = self._num_tokens + count
-            if not self._progress.wait_for(lambda: self._num_tokens >= wanted or self._failure, DEADLINE_S):
-                raise TimeoutError(f"{wanted - self._num_tokens} of {count} tokens do not come")
+            if not self._progress.wait_for(
+                lambda: self._num_tokens[version] >= count or self._failure is not None, DEADLINE_S
+            ):
+                raise TimeoutError(f"{self._num_tokens[version]} of {count} tokens of version {version} came")
 
     def _run(self) -> None:
         try:
@@ -94,10 +96,12 @@ class StreamingClients:
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 events.append(json.loads(line[6:]))
-                self._note()
+                self._note(events[-1])
         return events
 
-    def _note(self) -> None:
-        with self._progress:
-            self._num_tokens += 1
-            self._progress.notify_all()
+    def _note(self, event: dict[str, Any]) -> None:
+        version = event["choices"][0].get("weight_version") if "choices" in event else None
+        if version is not None:
+            with self._progress:
+                self._num_tokens[version] += 1
+                self._progress.notify_all()

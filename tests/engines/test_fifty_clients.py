@@ -18,7 +18,7 @@ from tests.process.trainer import Trainer
 NUM_CLIENTS, NUM_UPDATES, NUM_RUNNING = 50, 20, 16
 PROMPTS = [[(3 * place) % 250 for place in range(2 * PAGE_TOKENS)] + [number] for number in range(7)] + [[5, 6], [8]]
 LENGTHS = (16, 48, 80, 33)
-TOKENS_BETWEEN = 150
+TOKENS_EACH = 100
 
 
 def update(control: EngineController, kv: str, in_flight: str) -> None:
@@ -77,15 +77,16 @@ def test_every_token_of_fifty_clients_is_that_of_its_version(tmp_path: Path) -> 
     with ServedEngine(model, tmp_path, num_ranks=2, options=options, is_poisoned=True) as engine:
         engine.await_ready()
         clients = StreamingClients(engine.port, NUM_CLIENTS, PROMPTS, LENGTHS)
+        version = "0.0"
         with Trainer("ipc", engine.channel) as trainer, clients.running():
             for step, (take_over, kv, mode) in zip(range(1, NUM_UPDATES + 1), cycle(ROUNDS), strict=False):
-                clients.await_tokens(TOKENS_BETWEEN)
+                clients.await_tokens(version, TOKENS_EACH)
                 weights = lively_weights(model.directory, step)
                 version = str(trainer.publish(weights, step=step).version)
                 versions[version] = Version(weights, kv == KEEP)
                 take_over(engine.control, kv, mode)
                 assert engine.control.status().version == version
-            clients.await_tokens(TOKENS_BETWEEN)
+            clients.await_tokens(version, TOKENS_EACH)
     answers = clients.answers
     assert [problem for answer in answers for problem in disagreements(SETTINGS, versions, answer)] == []
     assert {span.version for answer in answers for span in answer.spans} == versions.keys()

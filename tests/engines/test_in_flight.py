@@ -19,10 +19,11 @@ from served_engine import Model, ServedEngine, Weights, greedy
 from switching_reference import Answer, Version, disagreements
 from tiny_llama import GREEDY, next_step
 
-from fastdeploy_rl.config import ABORT, ALIAS, COPY, IN_FLIGHT, KEEP, KV_POLICIES, REBUILD, WAIT
+from fastdeploy_rl.config import ABORT, ALIAS, COPY, IN_FLIGHT, KEEP, KV_POLICIES, REBUILD, SLEEP_LEVELS, WAIT
 from fastdeploy_rl.control.generation import GenerationRequest
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
+from fastdeploy_rl.errors import CoverageError
 from tests.process.trainer import Trainer
 
 PROMPTS = ([(7 * place + 3) % 250 for place in range(3 * PAGE_TOKENS + 5)], [9, 8, 7])
@@ -245,3 +246,52 @@ def test_what_the_same_weights_left_may_be_used_when_they_come_back(rig: Rig, co
         num_pure = len(PROMPTS[0]) + answers[0].spans[0].end - 1  # the last token's come with the one after it
         num_cached = num_pure - num_pure % PAGE_TOKENS
         check_new_request(rig, again, rig.ask(mixed), num_cached=num_cached)
+
+
+def test_weights_that_were_dropped_come_back_as_the_newest_version(rig: Rig, cold: ColdRunner) -> None:
+    """Keys and values were awake all the time: requests in flight go on with them."""
+    control, old = rig.engine.control, rig.engine.control.status().version
+    with rig.trainer() as trainer:
+        with rig.in_flight() as answers:
+            control.sleep("weight", level=2, mode=KEEP)
+            new = rig.publish(trainer, KEEP)
+            assert control.wake(kv=KEEP).version == new
+        check_in_flight(rig, answers, KEEP, old, new)
+        check_new_requests(rig, cold, new)
+
+
+@only(SETUPS[0], SETUPS[-1])
+@pytest.mark.parametrize("level", SLEEP_LEVELS)
+def test_an_engine_that_slept_goes_on_where_it_was(rig: Rig, level: int) -> None:
+    """Nothing is published meanwhile: neither requests in flight nor new ones notice."""
+    control = rig.engine.control
+    with rig.trainer() as trainer:
+        version = rig.publish(trainer, REBUILD)
+        control.update()
+        with rig.in_flight() as answers:
+            control.sleep(level=level, mode=KEEP)
+            refused = rig.engine.http.post("/v1/completions", json=greedy(PROMPTS[1], 1))
+            assert (refused.status_code, "asleep" in refused.text) == (503, True)
+            for tag in ("graph", "weight", "kv_cache"):
+                assert control.status().is_serving is False
+                control.wake([tag])
+    for answer in answers:
+        assert disagreements(SETTINGS, rig.versions, answer) == []
+        assert ([span.version for span in answer.spans], answer.finish_reason) == ([version], "length")
+
+
+@only(SETUPS[0], SETUPS[-1])
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_an_update_that_is_refused_takes_no_token_from_anybody(rig: Rig, in_flight: str) -> None:
+    with rig.trainer() as trainer:
+        version = rig.publish(trainer, REBUILD)
+        rig.engine.control.update()
+        broken = lively_weights(rig.model.directory, 0)
+        del broken["model.norm.weight"]
+        rig.publish(trainer, KEEP, broken)
+        with rig.in_flight() as answers, pytest.raises(CoverageError, match=r"model\.norm\.weight"):
+            rig.engine.control.update(kv=KEEP, in_flight=in_flight)
+    for answer in answers:
+        assert disagreements(SETTINGS, rig.versions, answer) == []
+        assert ([span.version for span in answer.spans], answer.finish_reason) == ([version], "length")
+    assert rig.engine.control.status().version == version

@@ -69,6 +69,9 @@ from fastdeploy_rl.version import WeightVersion
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT_NS = 1_000_000_000
+_STAGING_NICENESS = 10
+"""Beside an engine that needs every core: staging gets a tenth of one that both want, and all that idle."""
+_LEAST_PRIORITY = 19
 
 
 @dataclass(frozen=True)
@@ -374,6 +377,7 @@ class DynamicWeightManager:
 
     def _stage_commands(self) -> None:
         try:
+            _yield_to_decoding()
             self._follow_commands()
         except BaseException as error:
             self._note_fault(f"{type(error).__name__}: {error}")
@@ -449,3 +453,10 @@ class DynamicWeightManager:
     def end(self, step: UpdateStep, update: RankUpdate) -> None:
         if self._observer is not None:
             self._observer.end(step, update)
+
+
+def _yield_to_decoding() -> None:
+    """For the calling thread and those that copy for it: decoding waits for its slowest thread at each layer."""
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + _STAGING_NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _LEAST_PRIORITY))

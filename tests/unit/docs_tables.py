@@ -11,9 +11,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics import MetricWrapperBase
 
 from fastdeploy_rl import lifecycle
 from fastdeploy_rl.board import layout
+from fastdeploy_rl.control.metrics import EngineMetrics
 from fastdeploy_rl.lifecycle import STALLED_PHASES, UPDATE_TRANSITIONS, UpdateEvent, UpdatePhase
 from fastdeploy_rl.publish import leases
 from fastdeploy_rl.report import CommandKind, Outcome
@@ -135,8 +139,17 @@ def lease_table() -> str:
 
 
 def lifecycle_outline() -> str:
-    """The way of an update that goes well, and the ways of admission."""
-    lines = ["```", *_update_lines(), "", *_admission_lines(), "```", ""]
+    """The way of an update that goes well, and the ways of admission and residency."""
+    lines = [
+        "```",
+        *_update_lines(),
+        "",
+        *_ways("admission", lifecycle.ADMISSION_TRANSITIONS),
+        "",
+        *_ways("residency", lifecycle.RESIDENCY_TRANSITIONS),
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -157,12 +170,29 @@ def _update_lines() -> list[str]:
     ]
 
 
-def _admission_lines() -> list[str]:
-    states = lifecycle.ADMISSION_TRANSITIONS.items()
+def _ways(name: str, table: Mapping[Any, Mapping[Any, Any]]) -> list[str]:
+    """Where each state leads."""
     ways = [
-        f"{state.value} -> {' | '.join(after.value for after in events.values())}" for state, events in states if events
+        f"{state.value} -> {' | '.join(after.value for after in events.values())}"
+        for state, events in table.items()
+        if events
     ]
-    return [("admission   " if index == 0 else " " * 12) + way for index, way in enumerate(ways)]
+    return [(name if index == 0 else "").ljust(12) + way for index, way in enumerate(ways)]
+
+
+# --- metrics ---------------------------------------------------------------------------------------
+
+
+def metrics() -> str:
+    found = [metric for metric in vars(EngineMetrics()).values() if isinstance(metric, MetricWrapperBase)]
+    rows = []
+    for metric in found:
+        (told,) = metric.describe()
+        name = told.name + ("_total" if told.type == "counter" else "")
+        rows.append(
+            (f"`{name}`", told.type, ", ".join(f"`{label}`" for label in metric._labelnames), told.documentation)
+        )
+    return table(("metric", "type", "labels", "what"), sorted(rows))
 
 
 # --- what --rsync-config may say -------------------------------------------------------------------
@@ -186,6 +216,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "board_numbers": board_numbers,
     "lease_table": lease_table,
     "lifecycle_outline": lifecycle_outline,
+    "metrics": metrics,
     "rsync_options": rsync_options,
 }
 

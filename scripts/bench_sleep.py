@@ -22,17 +22,18 @@ def sleep_rows(engine: Scene, apply_mode: str) -> list[Row]:
     """Leaves the engine awake."""
     size = sum(engine.engine.weight_bytes)
     levels = [_given_back(engine, lambda level=level: _sleep(engine, Tag.WEIGHT, level)) for level in (1, 2)]
+    given, held = _kv_cache(engine)
     return [
         *(
-            _row(f"{apply_mode}: sleep of weights, level {level}", given, size)
+            _row(f"{apply_mode}: sleep of weights, level {level}", given, "the weights", size)
             for level, given in enumerate(levels, start=1)
         ),
-        _row(f"{apply_mode}: sleep of the KV cache", *_kv_cache(engine)),
+        _row(f"{apply_mode}: sleep of the KV cache", given, "what it took", held),
     ]
 
 
-def _row(name: str, given: int, held: int) -> Row:
-    return at_least(name, given / 1e6, "MB", "held", held / 1e6, LEAST * held / 1e6, f">= {LEAST:g}")
+def _row(name: str, given: int, what: str, held: int) -> Row:
+    return at_least(name, given / 1e6, "MB", what, held / 1e6, LEAST * held / 1e6, f">= {LEAST:g}")
 
 
 def _kv_cache(engine: Scene) -> tuple[int, int]:

@@ -219,7 +219,7 @@ def _check_bias(bias: dict[str, float]) -> None:
 def _check_version(text: str | None) -> None:
     try:
         if text:
-            WeightVersion.parse(text)
+            WeightVersion.parse(text, current_epoch=0)  # a plain step is one of the epoch that is live
     except VersionFormatError as error:
         raise RequestError(f"`min_weight_version`: {error}", param="min_weight_version") from error
 

@@ -108,7 +108,9 @@ class WeightsService(AwaitedCommands):
             return LegacyAnswer(200, f"already updated: {error}") if was_serving else LegacyAnswer(409, str(error))
 
     async def _legacy_refusal(self, kind: CommandKind, settled: LegacyStatus | None) -> LegacyAnswer | None:
-        word = LegacyStatus[(await self.status()).legacy_status]
+        status = await self.status()
+        # While part of the engine sleeps the word tells of that, and not of a command.
+        word = None if status.asleep else LegacyStatus[status.legacy_status]
         running = {CommandKind.UPDATE: LegacyStatus.UPDATING, CommandKind.CLEAR: LegacyStatus.CLEARING}
         for other, state in running.items():
             if other in self._running or word == state:

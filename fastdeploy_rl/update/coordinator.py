@@ -405,9 +405,12 @@ class Coordinator:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
         version is committed there is nothing to bring back, and what a fence could not drop without the dead is."""
         committed = self.state.committed
-        if committed is not None or not self.state.is_empty:
-            # What sleeps in the memory of one rank alone is nobody's any more when that died.
-            self.state.fence(self._recovery.reason(), is_torn=committed is None)
+        if committed is not None:
+            self.state.fence(self._recovery.reason(), is_torn=False)
+        elif not self.state.is_empty:
+            # What slept in the memory of the dead is gone, and so what the others have is of no use.
+            gone = f"{self._recovery.who_died()} while weights slept; nothing is kept of them: wake or update the engine"
+            self.state.fence(gone)
         before = self.state.lifecycle
         due = self.state.due()
         self.state.bring(due)

@@ -12,16 +12,19 @@ from collections.abc import Callable
 
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.sources.base import WeightSource
+from fastdeploy_rl.update.transaction import as_step_failure
 
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
 _MAX_PERIOD_S = 5.0
 """Where a source does not answer, it is asked less and less often."""
+_MAX_SHARE = 0.05
+"""Of the time that looking may take."""
 
 
 class NewestVersion:
-    """`tell` gets the version as text, again and again. `resolve_s`: how long one look may take."""
+    """`tell` gets the version as text, again and again; empty where nothing is published, or nobody can say. `resolve_s`: how long one look may take."""
 
     def __init__(self, source: WeightSource, tell: Callable[[str], None], resolve_s: float) -> None:
         self._source = source
@@ -40,14 +43,17 @@ class NewestVersion:
     def _look_out(self) -> None:
         period_s = _PERIOD_S
         while not self._is_stopping.wait(period_s):
-            period_s = _PERIOD_S if self._look() else min(2 * period_s, _MAX_PERIOD_S)
+            begun = time.monotonic()
+            is_answered = self._look()
+            least_s = _PERIOD_S if is_answered else min(2 * period_s, _MAX_PERIOD_S)
+            period_s = max(least_s, (time.monotonic() - begun) / _MAX_SHARE)
 
     def _look(self) -> bool:
         try:
-            newest = self._source.newest_version(deadline_ns=time.monotonic_ns() + self._resolve_ns)
+            with as_step_failure("look for the newest version", 0):
+                newest = self._source.newest_version(deadline_ns=time.monotonic_ns() + self._resolve_ns)
         except FastDeployRLError as error:
             _log.debug("event=newest_unknown reason=%r", str(error))
             return False
-        if newest is not None:
-            self._tell(str(newest))
-        return newest is not None
+        self._tell("" if newest is None else str(newest))
+        return True

@@ -88,8 +88,9 @@ class Participant:
 
     @property
     def shown_version(self) -> str:
-        """The version that this rank holds, as text; empty for none."""
-        return str(self._state.live.version) if self._state.live is not None else ""
+        """The version that this rank holds, live or asleep in host memory, as text; empty for none."""
+        held = self._state.live or self._state.offloaded
+        return "" if held is None else str(held.version)
 
     @property
     def is_awaited(self) -> bool:

@@ -75,11 +75,11 @@ class Recovery:
     def reason(self) -> str:
         """Why the engine does not serve meanwhile."""
         torn = self._what_is_torn()
-        if torn:
-            return torn
+        return torn or f"{self.who_died()}; the engine serves again when all hold the same version"
+
+    def who_died(self) -> str:
         lost = sorted(self._rendezvous.lost_ranks())
-        who = f"ranks {lost} died" if lost else "a rank died and is back"
-        return f"{who}; the engine serves again when all hold the same version"
+        return f"ranks {lost} died" if lost else "a rank died and is back"
 
     def recover(
         self, committed: Committed | None, due: frozenset[Tag], deadline_ns: int, undone: Callable[[], None]

@@ -165,7 +165,7 @@ def test_an_engine_may_have_a_staleness_of_its_own_for_who_is_silent(make: Any) 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"min_weight_version": "12"}, "EPOCH.STEP"),
+        ({"min_weight_version": "new"}, "EPOCH.STEP"),
         ({"min_weight_version": "1.02"}, "EPOCH.STEP"),
         ({"min_weight_version": 1.2}, "str"),
         ({"max_staleness": -1}, "0"),

@@ -78,6 +78,15 @@ def test_clearing_what_is_cleared_is_already_so(weights: Weights) -> None:
     assert weights.board.calls == []
 
 
+@pytest.mark.parametrize("word", ["CLEARING", "CLEARED"])
+def test_legacy_routes_work_while_part_of_the_engine_sleeps(weights: Weights, word: str) -> None:
+    """The word tells of the sleep then, and not of a command."""
+    weights.board.legacy_status, weights.board.asleep = word, {Tag.WEIGHT: "dropped"}
+    assert weights.get(CLEAR).status_code == 200
+    assert weights.get(UPDATE).status_code == 200
+    assert [call[0] for call in weights.board.calls] == ["clear", "update"]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [(UPDATE, UPDATE, 400), (CLEAR, CLEAR, 400), (UPDATE, CLEAR, 403), (CLEAR, UPDATE, 403)],

@@ -250,6 +250,7 @@ def test_a_death_while_weights_sleep_in_host_memory_leaves_nothing_and_a_wake_br
         assert set(status.residency.values()) == {"dropped"}
         assert status.asleep == ["weight"]
         assert not status.is_serving
+        assert "while weights slept; nothing is kept of them: wake or update the engine" in status.reason
         publish(publisher, random_weights(MODEL, 2), 2)
         client.wake()
         assert client.status().is_serving

@@ -23,6 +23,7 @@ from fastdeploy_rl.errors import (
     FastDeployRLError,
     NoPublicationError,
 )
+from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.version import WeightVersion
 
 

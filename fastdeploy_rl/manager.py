@@ -77,15 +77,16 @@ _LEAST_PRIORITY = 19
 @dataclass(frozen=True)
 class ManagerConfig:
     """`apply_mode`, `rollback`, `kv_policy`: one each of config.APPLY_MODES, ROLLBACKS and KV_POLICIES, which say what
-    they mean.
-    `num_copy_threads`: threads of one rank's copies and checksums. `is_restarted_on_death`: somebody starts a rank
-    again that died, or that is condemned on the board. `has_checksums` False: an update reads nothing that it need not
-    copy, so nothing is proved and there is no receipt."""
+    they mean. `num_copy_threads`: threads of one rank's copies and checksums; `num_staging_threads`: of those while the
+    engine serves, None for as many. `is_restarted_on_death`: somebody starts a rank again that died, or that is
+    condemned on the board. `has_checksums` False: an update reads nothing that it need not copy, so nothing is proved
+    and there is no receipt."""
 
     load_strategy: str
     apply_mode: str = AUTO
     deadlines: Deadlines = field(default_factory=Deadlines)
     num_copy_threads: int = 1
+    num_staging_threads: int | None = None
     rollback: str = KEEP
     kv_policy: str = REBUILD
     is_restarted_on_death: bool = False
@@ -99,6 +100,10 @@ class ManagerConfig:
         if self.kv_policy not in KV_POLICIES:
             raise ConfigurationError(f"kv policy must be one of {', '.join(KV_POLICIES)}, got {self.kv_policy!r}")
         check_checksums(self.apply_mode, self.has_checksums)
+
+    @property
+    def staging_threads(self) -> int:
+        return self.num_copy_threads if self.num_staging_threads is None else self.num_staging_threads
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class DynamicWeightManager:
             plans=LastPlan(runner.parameters(), rank, board.num_ranks),
             arenas=ArenaPair(threads),
             num_threads=threads,
+            num_staging_threads=config.staging_threads,
         )
         self._observer = observer
         self._lock = OwnerLock(rank_lock_path(board.run_dir, rank))
@@ -247,7 +253,6 @@ class DynamicWeightManager:
             stack.callback(self._close_wake_fd)
             stack.callback(self._source.close)
             stack.callback(self._state.arenas.drop)
-            stack.callback(self._state.release_offloaded)
             stack.callback(self._let_go)
             stack.callback(self._participant.retire_replaced)
             stack.callback(self._join_stager)
@@ -430,7 +435,7 @@ class DynamicWeightManager:
         if live.staged is not None and not live.staged.is_vouched():
             self._declare_torn(f"the trainer that lent the memory of version {live.version} is gone; update again")
         elif not live.is_read_back:
-            failure = attempt(lambda: audit(live, self.rank, self._config.num_copy_threads), self.rank)
+            failure = attempt(lambda: audit(live, self.rank, self._config.staging_threads), self.rank)
             live.is_read_back = failure is None
             if failure is not None:
                 self._declare_torn(failure.text)

@@ -216,6 +216,7 @@ class Participant:
             brings=options.tags,
             has_checksums=self._has_checksums,
             num_threads=self._state.num_threads,
+            num_staging_threads=self._state.num_staging_threads,
             copy_speed=self._state.copy_speed,
             old=live,
         )

@@ -62,6 +62,8 @@ class RankUpdate:
     apply_mode: str
     num_threads: int
     old: LiveWeights | None
+    num_staging_threads: int = 1
+    """While the engine serves, which needs cores itself."""
     rollback: str = KEEP
     kv_policy: str = REBUILD
     in_flight: str = KEEP
@@ -234,14 +236,14 @@ def _prepare_way_back(update: RankUpdate) -> None:
             return
         _release_way_back(update)
     update.way_back = kept = KeptBytes.take(old, update.arenas, reason)
-    kept.save(old, update.num_threads)
+    kept.save(old, update.num_staging_threads)
 
 
 def _lease_former_version(update: RankUpdate, old: LiveWeights) -> str:
     """Why it cannot be had; empty where it is held now."""
     try:
         update.way_back = former = FormerVersion.lease(old, update.source, update.plans, update.deadline_ns)
-        former.check(old, update.num_threads)
+        former.check(old, update.num_staging_threads)
     except (TrainerError, WorldError) as error:
         return f"version {old.version} cannot be fetched again: {error}"
     return ""
@@ -287,7 +289,7 @@ def _receive(update: RankUpdate, homes: dict[str, TensorView]) -> Sums:
     staged, manifest = _known(update.staged), _known(update.resolved).manifest
     arrivals = TimedArrivals(readable(staged, staged.arrivals(deadline_ns=update.deadline_ns)))
     started = time.monotonic()
-    sums = transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_threads)
+    sums = transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_staging_threads)
     update.copy_speed.note(_known(update.plan).read_bytes, time.monotonic() - started - arrivals.seconds)
     return sums
 
@@ -297,7 +299,7 @@ def _receive_unchecked(update: RankUpdate, homes: dict[str, TensorView]) -> None
     staged = _known(update.staged)
     arrivals = staged.arrivals(deadline_ns=update.deadline_ns)
     needed = ([parameter for parameter in batch if parameter.name in homes] for batch in arrivals)
-    copy_arriving(readable(staged, needed), staged.segments, homes, update.num_threads)
+    copy_arriving(readable(staged, needed), staged.segments, homes, update.num_staging_threads)
 
 
 # --- vote: taken by the transaction together with the other ranks ----------------------------------

@@ -38,6 +38,7 @@ class RankState:
     plans: LastPlan
     arenas: ArenaPair
     num_threads: int
+    num_staging_threads: int = 1
     live: LiveWeights | None = None
     offloaded: OffloadedWeights | None = None
     copy_speed: CopySpeed = field(default_factory=CopySpeed)

@@ -133,13 +133,20 @@ def decode(
     decoded, fresh = Decoded([], []), list(prompt)
     for number, span in enumerate(spans):
         if number:
-            llama.switch(versions[span.version].weights, keeps_kv=versions[span.version].keeps_kv)
+            _switch(llama, versions, spans[number - 1], span)
         for _ in range(span.start, span.end):
             row = llama.extend(fresh)[-1]
             fresh = [int(row.argmax())]
             decoded.tokens.append(fresh[0])
             decoded.logprobs.append(float(row.max()))
     return decoded
+
+
+def _switch(llama: SwitchingLlama, versions: Mapping[str, Version], before: Span, after: Span) -> None:
+    """A version in between that made no token of this answer may have been a rebuild."""
+    first, last = _order(before.version), _order(after.version)
+    passed = [version for name, version in versions.items() if first < _order(name) <= last]
+    llama.switch(versions[after.version].weights, keeps_kv=all(version.keeps_kv for version in passed))
 
 
 def disagreements(config: Mapping[str, Any], versions: Mapping[str, Version], answer: Answer) -> list[str]:
@@ -154,7 +161,7 @@ def disagreements(config: Mapping[str, Any], versions: Mapping[str, Version], an
     num_fed, sequence = 0, [*answer.prompt, *answer.tokens]
     for number, span in enumerate(answer.spans):
         if number:
-            llama.switch(versions[span.version].weights, keeps_kv=versions[span.version].keeps_kv)
+            _switch(llama, versions, answer.spans[number - 1], span)
         end = len(answer.prompt) + span.end - 1
         rows = llama.extend(sequence[num_fed:end])[-(span.end - span.start) :]
         num_fed = end

@@ -51,10 +51,11 @@ def update_and_drop_all(control: EngineController, kv: str, mode: str) -> None:
 
 
 Round = tuple[Callable[[EngineController, str, str], None], str, str]
-# The last two drop keys and values: then they go with what ends requests, or is a rebuild.
+# Where keys and values were dropped under requests that go on, a rebuild comes before and after: a request that has not
+# had its turn in between computes them anew, and says nothing of it.
 ROUNDS: tuple[Round, ...] = (
-    (update, KEEP, KEEP),
     (update, REBUILD, KEEP),
+    (update, KEEP, KEEP),
     (update, KEEP, ABORT),
     (update, KEEP, WAIT),
     (update_while_paused, KEEP, KEEP),
@@ -65,8 +66,8 @@ ROUNDS: tuple[Round, ...] = (
     (update_and_offload, REBUILD, WAIT),
     (update_by_waking, KEEP, KEEP),
     (update_by_waking, REBUILD, ABORT),
-    (update_and_drop_all, REBUILD, KEEP),
     (update_and_drop_all, KEEP, ABORT),
+    (update_and_drop_all, REBUILD, KEEP),
 )
 
 

@@ -111,3 +111,26 @@ def test_a_runner_that_switches_says_what_the_reference_says(
         decoded = decode(SETTINGS, versions, prompt, SPANS)
         assert [token.token_id for token in tokens] == decoded.tokens
         np.testing.assert_allclose([token.logprob for token in tokens], decoded.logprobs, atol=1e-4)
+
+
+def test_a_prompt_that_was_half_computed_begins_again_under_the_new_weights(models: list[Model]) -> None:
+    """Its tokens say one version, and no key or value of another counts: spans could not tell of it. A request that
+    makes tokens already goes on with what it has."""
+    runner = open_runner(models[0].directory, max_step_tokens=16)
+    prompts = {"early": [7], "late": list(range(40))}
+    for name, prompt in prompts.items():
+        request = GenerationRequest(prompt, 12, GREEDY, ignore_eos=True, num_logprobs=0)
+        runner.scheduler.submit(name, request)
+        run_to(runner, 2)
+    runner.bind(EmbeddedRunner(models[1].directory, 0, 1, None).load())
+    runner.keep_kv_cache("2" * 64)
+    runner.recapture_graphs()
+    runner.set_version("1.2")
+    while (step := next_step(runner)) is not None:
+        runner.accept(step, runner.execute(step))
+    made = runner.scheduler.take_outputs()
+    versions = {"1.1": Version(models[0].weights), "1.2": Version(models[1].weights, keeps_kv=True)}
+    for name, spans in (("early", [Span("1.1", 0, 4), Span("1.2", 4, 12)]), ("late", [Span("1.2", 0, 12)])):
+        tokens = [token for request_id, token in made if request_id == name]
+        assert [token.version for token in tokens] == [s.version for s in spans for _ in range(s.start, s.end)]
+        assert [token.token_id for token in tokens] == decode(SETTINGS, versions, prompts[name], spans).tokens

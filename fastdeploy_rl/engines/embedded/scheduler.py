@@ -163,9 +163,12 @@ class Scheduler:
 
     def use_weights(self, content_digest: str, *, keeps_kv: bool) -> None:
         """Weights with that digest fill pages from now on. `keeps_kv` False: no page holds anything any more, as after
-        `preempt_all`. True: running requests go on with what they have; what others reuse was filled by weights of this
-        digest alone."""
-        if not keeps_kv:
+        `preempt_all`. True: running requests go on with what they have, unless they were in the middle of computing it:
+        keys and values of a version that made no token could be told by no span, so these begin again. What others
+        reuse was filled by weights of this digest alone."""
+        if keeps_kv:
+            self._preempt_unfinished()
+        else:
             self.preempt_all()
         self._cache.use_weights(content_digest if self._has_prefix_cache else "")
 
@@ -308,10 +311,19 @@ class Scheduler:
         return True
 
     def _preempt_youngest(self) -> RunningRequest:
-        victim = self._running.pop()
-        self._release(victim)
-        self._waiting.appendleft(victim)
+        victim = self._running[-1]
+        self._preempt(victim)
         return victim
+
+    def _preempt_unfinished(self) -> None:
+        """Those that were cut short by the tokens of a step."""
+        for item in reversed([item for item in self._running if item.num_missing > 1]):
+            self._preempt(item)
+
+    def _preempt(self, item: RunningRequest) -> None:
+        self._running.remove(item)
+        self._release(item)
+        self._waiting.appendleft(item)
 
     def _append(self, item: RunningRequest, token: SampledToken, version: str) -> None:
         item.token_ids.append(token.token_id)

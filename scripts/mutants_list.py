@@ -837,6 +837,15 @@ MUTANTS = (
         f"{_IN_FLIGHT}::test_what_the_same_weights_left_may_be_used_when_they_come_back[rsync copy 1]",
     ),
     _mutant(
+        "half_computed_prompt_kept",
+        "no token owes anything to a version that its answer does not name",
+        _SCHEDULER,
+        "            self._preempt_unfinished()",
+        "            pass",
+        "tests/engines/test_switching_reference.py::"
+        "test_a_prompt_that_was_half_computed_begins_again_under_the_new_weights",
+    ),
+    _mutant(
         "kept_cache_dropped_with_its_weights",
         "keys and values that are awake outlive weights that sleep at level 2, where that was asked for",
         _STEPS,

@@ -846,7 +846,7 @@ MUTANTS = (
         "test_a_prompt_that_was_half_computed_begins_again_under_the_new_weights",
     ),
     _mutant(
-        "kept_cache_dropped_with_its_weights",
+        "kept_cache_lost_with_weights",
         "keys and values that are awake outlive weights that sleep at level 2, where that was asked for",
         _STEPS,
         "    if update.kv_policy == KEEP:\n        update.runner.keep",

@@ -409,8 +409,8 @@ class Coordinator:
             self.state.fence(self._recovery.reason(), is_torn=False)
         elif not self.state.is_empty:
             # What slept in the memory of the dead is gone, and so what the others have is of no use.
-            gone = f"{self._recovery.who_died()} while weights slept; nothing is kept of them: wake or update the engine"
-            self.state.fence(gone)
+            who = self._recovery.who_died()
+            self.state.fence(f"{who} while weights slept; nothing is kept of them: wake or update the engine")
         before = self.state.lifecycle
         due = self.state.due()
         self.state.bring(due)

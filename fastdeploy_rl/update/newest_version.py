@@ -24,7 +24,8 @@ _MAX_SHARE = 0.05
 
 
 class NewestVersion:
-    """`tell` gets the version as text, again and again; empty where nothing is published, or nobody can say. `resolve_s`: how long one look may take."""
+    """`tell` gets the version as text, again and again; empty where nothing is published, or nobody can say.
+    `resolve_s`: how long one look may take."""
 
     def __init__(self, source: WeightSource, tell: Callable[[str], None], resolve_s: float) -> None:
         self._source = source

@@ -54,17 +54,13 @@ class _GraphSet(Generic[Inputs, Outputs]):
 
 
 class GraphPool(Generic[Inputs, Outputs]):
-    """All calls come from the loop's thread, except `seconds_for`. Counts since the start: `num_captured` graphs,
-    `num_replays`, and `num_refused` replays of stale graphs."""
+    """All calls come from the loop's thread, except `seconds_for`. Counts since the start: `num_captured` graphs
+    and `num_replays`."""
 
-    def __init__(
-        self, capture: Callable[[int], Graph[Inputs, Outputs]], batch_sizes: Collection[int], *, has_guard: bool = True
-    ) -> None:
-        """`capture`: the decode step of so many requests, with what is bound at the call. Without `has_guard` stale
-        graphs are replayed like any other: to show what that does."""
+    def __init__(self, capture: Callable[[int], Graph[Inputs, Outputs]], batch_sizes: Collection[int]) -> None:
+        """`capture`: the decode step of so many requests, with what is bound at the call."""
         self._capture = capture
         self._batch_sizes = tuple(batch_sizes)
-        self._has_guard = has_guard
         self._lock = threading.Lock()  # `_sets`: the staging thread looks into it
         self._sets: dict[AddressLedger, _GraphSet[Inputs, Outputs]] = {}  # used last comes last
         self._active: _GraphSet[Inputs, Outputs] | None = None
@@ -72,7 +68,6 @@ class GraphPool(Generic[Inputs, Outputs]):
         self._seconds = 0.0
         self.num_captured = 0
         self.num_replays = 0
-        self.num_refused = 0
 
     def note_bound(self, ledger: AddressLedger | None) -> None:
         """What is bound from now on. It changes no graph: those in use are stale now if their addresses are others.
@@ -122,8 +117,7 @@ class GraphPool(Generic[Inputs, Outputs]):
 
     def check_valid(self) -> None:
         """StaleGraphError where `replay` would say it: for whoever has something to do between the two."""
-        if self._has_guard and self._active is not None and self._is_stale(self._active):
-            self.num_refused += 1
+        if self._active is not None and self._is_stale(self._active):
             raise _stale(self._active.ledger, self._bound)
 
     def seconds_for(self, ledger: AddressLedger) -> float:

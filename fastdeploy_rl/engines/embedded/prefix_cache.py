@@ -83,10 +83,6 @@ class PrefixCache:
     def counts(self) -> PrefixCounts:
         return self._counts
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._page_of)
-
     def use_weights(self, content_digest: str) -> None:
         """Blocks of other weights stay known, and are not found until these come back or the page is needed. Weights
         without a digest could not be told from others: nothing is entered or found then."""

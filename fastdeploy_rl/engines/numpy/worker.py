@@ -196,7 +196,7 @@ class Worker:
         if question == "dump":
             return {name: view.numpy().tobytes().hex() for name, view in runner.bound().items()}
         if question.startswith("spoil "):
-            self.runner.bound()[question.removeprefix("spoil ")].numpy()[...] = 0
+            runner.bound()[question.removeprefix("spoil ")].numpy()[...] = 0
             return "spoilt"
         if question.startswith("address "):
             view = runner.bound()[question.removeprefix("address ")]

@@ -26,10 +26,17 @@ from fastapi import Request, Response
 from fastdeploy_rl.config import ABORT, REFUSE, Deadlines, checked_deadline
 from fastdeploy_rl.control.api_page import ApiRoutes, Query
 from fastdeploy_rl.control.http_messages import json_answer, read_body
-from fastdeploy_rl.control.weight_routes import InFlightWord, OnTimeoutWord, PauseBody, SleepLevel, TagWords
+from fastdeploy_rl.control.weight_routes import (
+    InFlightWord,
+    OnTimeoutWord,
+    PauseBody,
+    SleepLevel,
+    TagWords,
+    deadline_or,
+)
 from fastdeploy_rl.control.weights_service import WeightsService
 from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, NoPublicationError, RequestError
-from fastdeploy_rl.lifecycle import Residency, Tag
+from fastdeploy_rl.lifecycle import Residency, Tag, UpdateEvent
 from fastdeploy_rl.report import EngineStatus, RankReport
 from fastdeploy_rl.update.committed import CHECKPOINT
 
@@ -37,7 +44,6 @@ _log = logging.getLogger(__name__)
 CONTROL_CODES = (200, 400, 500)
 SLEEP_TAGS = (Tag.WEIGHT.value, Tag.KV_CACHE.value)
 """FastDeploy's; its graphs go and come with them, as here. A caller may name `graph` too."""
-_STAGE = "stage"
 _MEANT = {
     "version": "a string",
     "verify_checksum": "a boolean",
@@ -127,7 +133,7 @@ class V1Commands:
         self._deadlines = deadlines
 
     async def pause(self, body: PauseBody) -> None:
-        deadline_s = _given(body.deadline_s, self._deadlines.pause_s)
+        deadline_s = deadline_or(body.deadline_s, self._deadlines.pause_s)
         await self._weights.pause(body.mode, on_timeout=body.on_timeout, deadline_s=deadline_s)
 
     async def resume(self, body: V1Nothing) -> None:
@@ -145,13 +151,13 @@ class V1Commands:
             level=level,
             mode=body.mode,
             on_timeout=body.on_timeout,
-            deadline_s=_given(body.deadline_s, self._deadlines.pause_s),
+            deadline_s=deadline_or(body.deadline_s, self._deadlines.pause_s),
         )
         return [None] * len(status.ranks)
 
     async def wakeup(self, body: V1WakeBody) -> list[None]:
         tags = None if body.tags is None else _named(body.tags)
-        deadline_s = checked_deadline(_given(body.deadline_s, self._deadlines.update_s))
+        deadline_s = checked_deadline(deadline_or(body.deadline_s, self._deadlines.update_s))
         begun = time.monotonic()
         status = await self._weights.status()
         if (tags is None or Tag.WEIGHT.value in tags) and _is_checkpoint_in_host_memory(status):
@@ -167,7 +173,7 @@ class V1Commands:
         status = await self._weights.status()
         if not _is_paused(status):
             raise LifecycleError("Pause LLM Engine first before calling updating weights")
-        deadline_s = _given(body.deadline_s, self._deadlines.update_s)
+        deadline_s = deadline_or(body.deadline_s, self._deadlines.update_s)
         report = await self._weights.update(body.version, deadline_s=deadline_s)
         told = {rank.rank: rank for rank in report.ranks}
         return [_costs(told.get(rank.rank), rank.rank, report.version) for rank in status.ranks]
@@ -196,12 +202,8 @@ def _costs(report: RankReport | None, rank: int, version: str) -> dict[str, obje
     """FastDeploy's result of one rank, seconds; zeros where there was nothing to do."""
     steps = report.steps if report is not None else []
     total = sum((step.seconds for step in steps), 0.0)
-    sync = sum((step.seconds for step in steps if step.step == _STAGE), 0.0)
+    sync = sum((step.seconds for step in steps if step.step == UpdateEvent.STAGE.value), 0.0)
     return {"sync_cost": sync, "update_cost": total - sync, "total_cost": total, "version": version, "rank": rank}
-
-
-def _given(asked: float | None, default: float) -> float:
-    return default if asked is None else asked
 
 
 # --- FastDeploy's forms ----------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _add_update_routes(routes: ApiRoutes, weights: WeightsService, deadlines: De
         body: UpdateBody = await read_json(request, UpdateBody)
         report = await weights.update(
             body.version,
-            deadline_s=_given(body.deadline_s, deadlines.update_s),
+            deadline_s=deadline_or(body.deadline_s, deadlines.update_s),
             force=body.force,
             kv=body.kv,
             in_flight=body.in_flight,
@@ -154,7 +154,7 @@ def _add_update_routes(routes: ApiRoutes, weights: WeightsService, deadlines: De
     @routes.post("/v1/weights/clear", "frees weights and KV cache", takes=DeadlineBody, **command)
     async def clear(request: Request) -> Response:
         body: DeadlineBody = await read_json(request, DeadlineBody)
-        return json_answer(await weights.clear(deadline_s=_given(body.deadline_s, deadlines.clear_s)))
+        return json_answer(await weights.clear(deadline_s=deadline_or(body.deadline_s, deadlines.clear_s)))
 
 
 def _add_standby_routes(routes: ApiRoutes, weights: WeightsService, deadlines: Deadlines) -> None:
@@ -163,13 +163,13 @@ def _add_standby_routes(routes: ApiRoutes, weights: WeightsService, deadlines: D
     @routes.post("/v1/weights/pause", "closes admission, then every rank is quiet", takes=PauseBody, **command)
     async def pause(request: Request) -> Response:
         body: PauseBody = await read_json(request, PauseBody)
-        deadline_s = _given(body.deadline_s, deadlines.pause_s)
+        deadline_s = deadline_or(body.deadline_s, deadlines.pause_s)
         return json_answer(await weights.pause(body.mode, on_timeout=body.on_timeout, deadline_s=deadline_s))
 
     @routes.post("/v1/weights/resume", "opens admission after a pause", takes=DeadlineBody, **command)
     async def resume(request: Request) -> Response:
         body: DeadlineBody = await read_json(request, DeadlineBody)
-        return json_answer(await weights.resume(deadline_s=_given(body.deadline_s, deadlines.pause_s)))
+        return json_answer(await weights.resume(deadline_s=deadline_or(body.deadline_s, deadlines.pause_s)))
 
     @routes.post("/v1/weights/sleep", "gives memory back to the machine", takes=SleepBody, **command)
     async def sleep(request: Request) -> Response:
@@ -179,18 +179,19 @@ def _add_standby_routes(routes: ApiRoutes, weights: WeightsService, deadlines: D
             level=body.level,
             mode=body.mode,
             on_timeout=body.on_timeout,
-            deadline_s=_given(body.deadline_s, deadlines.pause_s),
+            deadline_s=deadline_or(body.deadline_s, deadlines.pause_s),
         )
         return json_answer(report)
 
     @routes.post("/v1/weights/wake", "brings back what sleeps", takes=WakeBody, **command)
     async def wake(request: Request) -> Response:
         body: WakeBody = await read_json(request, WakeBody)
-        deadline_s = _given(body.deadline_s, deadlines.update_s)
+        deadline_s = deadline_or(body.deadline_s, deadlines.update_s)
         return json_answer(await weights.wake(body.tags, deadline_s=deadline_s, kv=body.kv))
 
 
-def _given(asked: float | None, default: float) -> float:
+def deadline_or(asked: float | None, default: float) -> float:
+    """What a body asked for, else the engine's own; checked where the command is."""
     return default if asked is None else asked
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from fastdeploy_rl.control.generation import GenerationRequest, SamplingOptions
-from fastdeploy_rl.engines.embedded.admission import CLOSED, Admission, Refusal
+from fastdeploy_rl.engines.embedded.admission import CLOSED, AdmissionQueue, Refusal
 from fastdeploy_rl.engines.embedded.messages import Start
 
 
@@ -26,27 +26,27 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def admission(engine: Engine) -> Admission:
-    return Admission(engine, clock=lambda: engine.now_s)
+def admission(engine: Engine) -> AdmissionQueue:
+    return AdmissionQueue(engine, clock=lambda: engine.now_s)
 
 
 def start(name: str = "a", **wants: object) -> Start:
     return Start(name, GenerationRequest([1], 1, SamplingOptions(), **wants))
 
 
-def admitted(admission: Admission) -> list[str]:
+def admitted(admission: AdmissionQueue) -> list[str]:
     verdicts = admission.look()
     assert not verdicts.refused
     return [each.request_id for each in verdicts.admitted]
 
 
-def refused(admission: Admission) -> list[Refusal]:
+def refused(admission: AdmissionQueue) -> list[Refusal]:
     verdicts = admission.look()
     assert not verdicts.admitted
     return verdicts.refused
 
 
-def test_whoever_wants_nothing_special_joins_at_once_in_order(admission: Admission) -> None:
+def test_whoever_wants_nothing_special_joins_at_once_in_order(admission: AdmissionQueue) -> None:
     for name in "cab":
         admission.arrive(start(name))
     assert admitted(admission) == ["c", "a", "b"]
@@ -54,7 +54,7 @@ def test_whoever_wants_nothing_special_joins_at_once_in_order(admission: Admissi
 
 
 def test_whoever_arrives_while_the_door_is_closed_is_refused_also_where_it_would_wait(
-    engine: Engine, admission: Admission
+    engine: Engine, admission: AdmissionQueue
 ) -> None:
     engine.is_admitting = False
     admission.arrive(start("a"))
@@ -63,7 +63,9 @@ def test_whoever_arrives_while_the_door_is_closed_is_refused_also_where_it_would
     assert refused(admission) == []
 
 
-def test_nothing_is_decided_before_it_is_known_whether_the_engine_serves(engine: Engine, admission: Admission) -> None:
+def test_nothing_is_decided_before_it_is_known_whether_the_engine_serves(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
     engine.is_settling, engine.is_admitting = True, False
     admission.arrive(start("a"))
     assert admission.look() == ([], [])
@@ -73,7 +75,7 @@ def test_nothing_is_decided_before_it_is_known_whether_the_engine_serves(engine:
 
 
 @pytest.mark.parametrize("wants", [{"min_version": "2.7"}, {"min_version": "7"}, {"min_version": "1.900"}])
-def test_a_version_that_is_new_enough_does(admission: Admission, wants: dict[str, str]) -> None:
+def test_a_version_that_is_new_enough_does(admission: AdmissionQueue, wants: dict[str, str]) -> None:
     admission.arrive(start(**wants))
     assert admitted(admission) == ["a"]
 
@@ -83,7 +85,7 @@ def test_a_version_that_is_new_enough_does(admission: Admission, wants: dict[str
     [("2.7", "2.9", 2), ("2.9", "2.9", 0), ("2.9", "", 0), ("2.9", "2.8", 0), ("3.0", "2.8", 0), ("2.7", "2.9", 10**9)],
 )
 def test_weights_that_are_fresh_enough_do(
-    engine: Engine, admission: Admission, live: str, newest: str, steps: int
+    engine: Engine, admission: AdmissionQueue, live: str, newest: str, steps: int
 ) -> None:
     engine.live_version, engine.newest_version = live, newest
     admission.arrive(start(max_staleness=steps))
@@ -103,7 +105,7 @@ def test_weights_that_are_fresh_enough_do(
     ],
 )
 def test_whoever_would_not_wait_is_refused_with_both_versions(
-    admission: Admission, wants: dict[str, object], reason: str
+    admission: AdmissionQueue, wants: dict[str, object], reason: str
 ) -> None:
     admission.arrive(start(**wants))
     ((_, said),) = refused(admission)
@@ -111,14 +113,16 @@ def test_whoever_would_not_wait_is_refused_with_both_versions(
     assert "waited" not in said
 
 
-def test_weights_of_an_older_epoch_are_staler_than_any_number(engine: Engine, admission: Admission) -> None:
+def test_weights_of_an_older_epoch_are_staler_than_any_number(engine: Engine, admission: AdmissionQueue) -> None:
     engine.newest_version = "3.0"
     admission.arrive(start(max_staleness=10**9))
     ((_, said),) = refused(admission)
     assert "version 2.7 is live, an epoch behind 3.0" in said
 
 
-def test_a_request_waits_until_its_version_is_live_and_the_door_is_open(engine: Engine, admission: Admission) -> None:
+def test_a_request_waits_until_its_version_is_live_and_the_door_is_open(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
     """The update that brings it closes the door in passing."""
     admission.arrive(start("a", min_version="2.8", version_wait_s=5.0))
     assert admitted(admission) == []
@@ -132,14 +136,16 @@ def test_a_request_waits_until_its_version_is_live_and_the_door_is_open(engine: 
     assert admission.seconds_to_expiry() is None
 
 
-def test_a_plain_step_is_one_of_the_epoch_in_which_the_request_came(engine: Engine, admission: Admission) -> None:
+def test_a_plain_step_is_one_of_the_epoch_in_which_the_request_came(engine: Engine, admission: AdmissionQueue) -> None:
     admission.arrive(start("a", min_version="8", version_wait_s=5.0))
     assert admitted(admission) == []
     engine.live_version = "3.0"
     assert admitted(admission) == ["a"]
 
 
-def test_a_request_that_waited_for_long_enough_is_refused_and_nobody_else(engine: Engine, admission: Admission) -> None:
+def test_a_request_that_waited_for_long_enough_is_refused_and_nobody_else(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
     admission.arrive(start("long", min_version="2.8", version_wait_s=60.0))
     engine.now_s += 2
     admission.arrive(start("short", min_version="2.8", version_wait_s=5.0))
@@ -153,7 +159,7 @@ def test_a_request_that_waited_for_long_enough_is_refused_and_nobody_else(engine
     assert admitted(admission) == ["long"]
 
 
-def test_waiting_ends_also_while_the_door_is_closed(engine: Engine, admission: Admission) -> None:
+def test_waiting_ends_also_while_the_door_is_closed(engine: Engine, admission: AdmissionQueue) -> None:
     admission.arrive(start("a", min_version="2.8", version_wait_s=5.0))
     admission.look()
     engine.is_admitting = False
@@ -161,7 +167,9 @@ def test_waiting_ends_also_while_the_door_is_closed(engine: Engine, admission: A
     assert refused(admission) == [("a", f"{CLOSED}; waited 5 s")]
 
 
-def test_the_wait_counts_from_the_arrival_also_at_an_engine_that_settles(engine: Engine, admission: Admission) -> None:
+def test_the_wait_counts_from_the_arrival_also_at_an_engine_that_settles(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
     engine.is_settling = True
     admission.arrive(start("a", min_version="2.8", version_wait_s=5.0))
     engine.now_s += 6
@@ -181,7 +189,7 @@ def test_the_wait_counts_from_the_arrival_also_at_an_engine_that_settles(engine:
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once_and_no_other_request(
-    admission: Admission, wants: dict[str, object], reason: str
+    admission: AdmissionQueue, wants: dict[str, object], reason: str
 ) -> None:
     admission.arrive(start("odd", **wants))
     admission.arrive(start("fine"))
@@ -192,7 +200,7 @@ def test_what_makes_no_sense_is_refused_at_once_and_no_other_request(
 
 
 def test_whoever_is_here_may_be_cancelled_and_whoever_is_not_is_left_to_others(
-    engine: Engine, admission: Admission
+    engine: Engine, admission: AdmissionQueue
 ) -> None:
     admission.arrive(start("held", min_version="2.8", version_wait_s=5.0))
     admission.look()
@@ -205,7 +213,7 @@ def test_whoever_is_here_may_be_cancelled_and_whoever_is_not_is_left_to_others(
     assert refused(admission) == []
 
 
-def test_an_engine_that_stops_refuses_everybody_once(admission: Admission) -> None:
+def test_an_engine_that_stops_refuses_everybody_once(admission: AdmissionQueue) -> None:
     admission.arrive(start("held", min_version="2.8", version_wait_s=5.0))
     admission.look()
     admission.arrive(start("arrived"))

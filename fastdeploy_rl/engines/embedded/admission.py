@@ -90,7 +90,7 @@ class Verdicts(NamedTuple):
     refused: list[Refusal]
 
 
-class Admission:
+class AdmissionQueue:
     """Not thread-safe; all calls come from the engine's loop."""
 
     def __init__(self, door: Door, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.control.generation import EngineLoad
-from fastdeploy_rl.engines.embedded.admission import Admission, Refusal
+from fastdeploy_rl.engines.embedded.admission import AdmissionQueue, Refusal
 from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
 from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
@@ -74,7 +74,7 @@ class Leader:
         self._connection = connection
         self._deadlines = deadlines
         self._is_stopping = False
-        self._admission = Admission(manager)
+        self._admission = AdmissionQueue(manager)
         self._refused: list[TokenOutput] = []
         self._told: EngineLoad | None = None
         self._encoder = msgspec.msgpack.Encoder()

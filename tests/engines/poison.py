@@ -1,7 +1,7 @@
 """Memory that was given back, filled with NaN: whatever still reads it makes itself heard.
 
-An arena when it is released, and every page of the KV cache when all of them are forgotten. What is unmapped needs
-none: reading it is the end of the process.
+An arena when it is released; the KV cache's pages, when all of them are forgotten, are windowed_worker.py's. What is
+unmapped needs none: reading it is the end of the process.
 """
 
 from fastdeploy_rl._native import Mapping

@@ -29,6 +29,7 @@ from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, PeerL
 
 NUM_PAGES = 8
 REQUEST = GenerationRequest([1, 2, 3], 4, SamplingOptions(), ignore_eos=True)
+ANSWER_S = 20.0
 
 
 class Peers:
@@ -193,6 +194,7 @@ def rank_0() -> Iterator[Callable[..., Rank0]]:
         for end in ends:
             stack.callback(end.close)
         supervisor, worker, wake, _ = ends
+        supervisor.settimeout(ANSWER_S)
 
         def make(*failures: FastDeployRLError | None, request: GenerationRequest = REQUEST, **options: Any) -> Rank0:
             manager = Manager(wake.fileno(), **options)

@@ -82,7 +82,7 @@ def _manager(config: WorkerConfig, runner: EmbeddedRunner, stack: ExitStack) -> 
         apply_mode=config.apply_mode,
         deadlines=config.deadlines,
         num_copy_threads=config.num_copy_threads,
-        num_staging_threads=max(1, config.num_copy_threads // 2),
+        num_staging_threads=max(1, config.num_copy_threads // 2),  # the others' cores go on decoding
         rollback=config.rollback,
         kv_policy=config.kv_policy,
         is_restarted_on_death=config.is_restarted_on_death,

@@ -72,6 +72,10 @@ class ModelGroup:
         starts with (`InitialWeights`)."""
         return {name: view for member in self._updated for name, view in member.bound().items()}
 
+    def prepare(self, views: Mapping[str, TensorView]) -> object:
+        shares = self._shares(views)
+        return [member.runner.prepare(shares[member.namespace]) for member in self._updated]
+
     def bind(self, views: Mapping[str, TensorView]) -> None:
         """Each member once. CoverageError, before any is touched, unless `views` are the parameters of all. Where a
         member raises, it and those before it are bound to what they had, and the error is raised."""

@@ -1,7 +1,7 @@
 """What an engine must offer so that its weights can be kept live: the seam between this package and any model runner.
 
 The core knows tensors only through this Protocol. All calls come from the engine's own loop thread, at a decode
-boundary, except `parameters`, which is constant, and `recapture_seconds`, which may come from any thread.
+boundary, except `parameters`, which is constant, and `prepare` and `recapture_seconds`, which may come from any thread.
 Nothing here talks to other ranks: the manager keeps the ranks in step."""
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,11 @@ class ModelRunner(Protocol):
     def bound(self) -> Mapping[str, TensorView]:
         """What each updated parameter is bound to now (this rank's
         slice); empty after `unbind`. Tied names are left out."""
+        ...
+
+    def prepare(self, views: Mapping[str, TensorView]) -> object:
+        """Whatever makes a later `bind` of these views quick, done while requests are served; for its caller to keep
+        until then. It keeps the views' mappings."""
         ...
 
     def bind(self, views: Mapping[str, TensorView]) -> None:

@@ -87,6 +87,8 @@ class RankUpdate:
     not_aliased: dict[str, str] = field(default_factory=dict)
     """alias, auto: parameters that were copied all the same, and why."""
     new: LiveWeights | None = None
+    prepared: object = None
+    """What the runner made of `new` in advance; it looks at the same memory."""
     is_installed: bool = False
     """The parameters may lie in new memory, or hold new bytes."""
     is_kv_touched: bool = False
@@ -152,6 +154,8 @@ def stage(update: RankUpdate) -> int:
     if update.copies_in_place:
         _prepare_way_back(update)
     update.new = _stage_new_weights(update)
+    if not update.copies_in_place:
+        update.prepared = update.runner.prepare(update.new.views)
     return plan.read_bytes
 
 
@@ -186,7 +190,7 @@ def unstage(update: RankUpdate) -> None:
     """Lets everything go that this update took, each thing whatever becomes of the others; may be called again."""
     if update.is_installed:
         raise StepFailedError(f"rank {update.runner.rank}: what install needs to be undone stays until that is done")
-    new, update.new = update.new, None
+    new, update.new, update.prepared = update.new, None, None
     update.not_aliased = {}
     if new is not None:
         new.views = {}
@@ -334,6 +338,7 @@ def install(update: RankUpdate) -> int:
     update.is_installed = True
     if not update.copies_in_place:
         update.runner.bind(new.views)
+        update.prepared = None
         return 0
     staged, manifest = _known(update.staged), _known(update.resolved).manifest
     sums = transfer_planned(plan.parameters, manifest, staged.segments, new.views, update.num_threads)

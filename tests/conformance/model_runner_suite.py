@@ -170,6 +170,20 @@ class ModelRunnerSuite:
         subject.runner.rebuild_kv_cache("2" * 64)
         assert subject.answer() == before
 
+    def test_what_was_prepared_is_bound_like_anything_else_and_keeps_memory_until_it_is_let_go(
+        self, subject: Subject
+    ) -> None:
+        expected = go_live(subject, version(subject.runner, 1))
+        other = version(subject.runner, 2)
+        prepared = subject.runner.prepare(other)
+        subject.runner.rebuild_kv_cache("1" * 64)
+        assert subject.answer() == expected
+        first = go_live(subject, other, "1.2")
+        go_live(subject, version(subject.runner, 1), "1.3")
+        del prepared
+        assert mapping_of(other).num_exports == 0
+        assert go_live(subject, other, "1.4") == first
+
     def test_bind_writes_nothing(self, subject: Subject) -> None:
         views = version(subject.runner, 1)
         before = bytes(mapping_of(views))

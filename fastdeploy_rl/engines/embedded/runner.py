@@ -30,6 +30,7 @@ from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAlloc
 from fastdeploy_rl.engines.embedded.sampler import SampledToken, sample
 from fastdeploy_rl.engines.embedded.scheduler import RunningRequest, Scheduler, SchedulerLimits, Step
 from fastdeploy_rl.errors import ConfigurationError, LifecycleError
+from fastdeploy_rl.memory import paddle_view
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
@@ -104,6 +105,10 @@ class EmbeddedRunner:
 
     def bound(self) -> Mapping[str, TensorView]:
         return dict(self._bound)
+
+    def prepare(self, views: Mapping[str, TensorView]) -> object:
+        """Tensors, which Paddle takes longer to make than to use."""
+        return [paddle_view.tensor(view) for view in views.values()]
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
         """Graphs stay as they are: those of other addresses are stale until `recapture_graphs`."""

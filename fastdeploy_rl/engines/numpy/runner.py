@@ -94,6 +94,9 @@ class NumpyRunner:
     def bound(self) -> Mapping[str, TensorView]:
         return dict(self._bound)
 
+    def prepare(self, views: Mapping[str, TensorView]) -> object:
+        return None
+
     def bind(self, views: Mapping[str, TensorView]) -> None:
         self._note("bind")
         self._bound = dict(views)

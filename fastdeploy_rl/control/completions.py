@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fastdeploy_rl.control.generation import (
+    FinishReason,
     GeneratedToken,
     Generation,
     GenerationClient,
@@ -21,7 +22,7 @@ from fastdeploy_rl.control.generation import (
     Tokenizer,
 )
 from fastdeploy_rl.control.metrics import EngineMetrics
-from fastdeploy_rl.control.openai_format import ABORTED, Choice, Json, LoggedToken, ResponseFormat, Usage, error_body
+from fastdeploy_rl.control.openai_format import Choice, Json, LoggedToken, ResponseFormat, Usage, error_body
 from fastdeploy_rl.control.openai_schema import DEFAULT_COMPLETION_TOKENS, Body, ChatBody
 from fastdeploy_rl.control.text_stream import TextStream, TokenText
 from fastdeploy_rl.errors import FastDeployRLError, NotServingError, RequestError, UnknownModelError
@@ -135,20 +136,20 @@ class RunningChoice:
 
     def take(self, token: GeneratedToken) -> None:
         """Adds a token, the text that became final with it, and how it ended if it did."""
-        if token.finish_reason == ABORTED:
+        if token.finish_reason == FinishReason.ABORT.value:
             self.done.abort(token.abort_reason, self._text.finish())
         else:
             self._take_token(token)
 
     def _take_token(self, token: GeneratedToken) -> None:
         done = self.done
-        is_end = token.finish_reason == "stop" and token.token_id in self._tokenizer.eos_token_ids
+        is_end = token.finish_reason == FinishReason.STOP.value and token.token_id in self._tokenizer.eos_token_ids
         text = "" if is_end else self._text.push(token.token_id)
         if self._text.is_stopped:
-            done.finish_reason = "stop"
+            done.finish_reason = FinishReason.STOP.value
         elif token.finish_reason:
             text += self._text.finish()
-            done.finish_reason = "stop" if self._text.is_stopped else token.finish_reason
+            done.finish_reason = FinishReason.STOP.value if self._text.is_stopped else token.finish_reason
         done.tokens.append(token)
         done.pieces.append(text)
         if token.logprob is not None:
@@ -233,7 +234,7 @@ class RunningCompletion:
             yield DONE
 
     def _chunks(self, choice: Choice) -> bytes:
-        if choice.finish_reason == ABORTED:
+        if choice.finish_reason == FinishReason.ABORT.value:
             return _event(self._response.closing(choice))  # it ended between two tokens
         chunks = _event(self._response.chunk(choice))
         return chunks + _event(self._response.closing(choice)) if choice.finish_reason else chunks

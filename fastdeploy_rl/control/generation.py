@@ -6,11 +6,20 @@ reason.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 MAX_STOP_STRINGS = 4
+
+
+class FinishReason(str, Enum):
+    """Why a request ended: OpenAI's words, and ABORT of this engine's own, for what was ended from outside."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,7 +75,7 @@ class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """One token, the version of the weights that made it and, where asked for, the natural logarithm of its probability
     and (token id, logarithm) of the most likely ones, falling.
 
-    `finish_reason` is "" until the last: "stop", "length" or "abort"; an aborted request ends in a record with
+    `finish_reason` is "" until the last, then the value of a FinishReason; an aborted request ends in a record with
     `token_id` -1. Its cause is in `error` where the engine failed it, which is then all that its client gets; in
     `abort_reason` where somebody ended it in order, and what it has so far is its answer. An end token is reported like
     any other. `num_cached`: with the first token, how many of the prompt's were taken from the prefix cache."""
@@ -79,6 +88,13 @@ class GeneratedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     top_logprobs: tuple[tuple[int, float], ...] = ()
     abort_reason: str = ""
     num_cached: int = 0
+
+
+def aborted(reason: str, *, is_fault: bool = True) -> GeneratedToken:
+    """The last record of a request that ends without a last token: failed, or ended in order."""
+    end = GeneratedToken(-1, "", None, FinishReason.ABORT.value)
+    changed = {"error": reason} if is_fault else {"abort_reason": reason}
+    return msgspec.structs.replace(end, **changed)
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastdeploy_rl.control.generation import GeneratedToken, VersionSpan, version_spans
+from fastdeploy_rl.control.generation import FinishReason, GeneratedToken, VersionSpan, version_spans
 from fastdeploy_rl.errors import AuthenticationError, FastDeployRLError, RequestError
 from fastdeploy_rl.report import EngineStatus
 
 Json = dict[str, Any]
-ABORTED = "abort"
-"""Finish reason of what ended before its end."""
 
 
 class LoggedToken(NamedTuple):
@@ -48,7 +46,7 @@ class Choice:
 
     def abort(self, reason: str, rest: str) -> None:
         """It has no further token; `rest` is the text that was held back so far."""
-        self.finish_reason, self.abort_reason, self.rest = ABORTED, reason, rest
+        self.finish_reason, self.abort_reason, self.rest = FinishReason.ABORT.value, reason, rest
 
     @property
     def text(self) -> str:

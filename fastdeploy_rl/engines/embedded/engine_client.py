@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, NextToken
+from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest, NextToken, aborted
 from fastdeploy_rl.engines.embedded.messages import (
     Cancel,
     FrameDecoder,
@@ -23,7 +23,6 @@ from fastdeploy_rl.engines.embedded.messages import (
     ToWorker,
     encode,
 )
-from fastdeploy_rl.engines.embedded.scheduler import aborted
 from fastdeploy_rl.errors import NotServingError, OverloadedError
 
 _READ_BYTES = 1 << 16

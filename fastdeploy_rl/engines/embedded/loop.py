@@ -17,11 +17,11 @@ import msgspec
 
 from fastdeploy_rl.collectives.base import Collectives
 from fastdeploy_rl.config import Deadlines
-from fastdeploy_rl.control.generation import EngineLoad
+from fastdeploy_rl.control.generation import EngineLoad, aborted
 from fastdeploy_rl.engines.embedded.admission import AdmissionQueue, Refusal
 from fastdeploy_rl.engines.embedded.messages import Cancel, Start, Stop, Tokens, WorkerSocket
 from fastdeploy_rl.engines.embedded.runner import EmbeddedRunner
-from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput, aborted
+from fastdeploy_rl.engines.embedded.scheduler import Step, TokenOutput
 from fastdeploy_rl.errors import DeadlineExceededError, PeerLostError, RequestError
 from fastdeploy_rl.manager import DynamicWeightManager
 

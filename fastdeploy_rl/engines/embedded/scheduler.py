@@ -12,24 +12,15 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl.control.generation import EngineLoad, GeneratedToken, GenerationRequest
+from fastdeploy_rl.control.generation import EngineLoad, FinishReason, GeneratedToken, GenerationRequest, aborted
 from fastdeploy_rl.engines.embedded.page_allocator import PAGE_TOKENS, PageAllocator
 from fastdeploy_rl.engines.embedded.prefix_cache import BlockChain, BlockKey, PrefixCache, num_lookup_blocks
 from fastdeploy_rl.engines.embedded.sampler import SampledToken
 from fastdeploy_rl.errors import RequestError
-
-
-class FinishReason(str, Enum):
-    """Why a request ended; the value is what the OpenAI protocol says."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
 
 
 class SequenceSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -54,13 +45,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     number: int
     slices: list[SequenceSlice]
     new_pages: list[int]
-
-
-def aborted(reason: str, *, is_fault: bool = True) -> GeneratedToken:
-    """The last record of a request that ends without a last token: failed, or ended in order."""
-    end = GeneratedToken(-1, "", None, FinishReason.ABORT.value)
-    changed = {"error": reason} if is_fault else {"abort_reason": reason}
-    return msgspec.structs.replace(end, **changed)
 
 
 class TokenOutput(NamedTuple):

@@ -44,15 +44,13 @@ class LayerCache(NamedTuple):
 
 
 class KVCache:
-    """`rebuild` before use; `drop` gives the memory back."""
+    """`allocate` before use; `drop` gives the memory back."""
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
         self._arena: _native.Mapping | None = None
         self._layers: tuple[LayerCache, ...] = ()
         self._by_page: Floats | None = None
-        self.content_digest = ""
-        """Of the weights that fill pages now."""
 
     @property
     def address(self) -> int:
@@ -71,12 +69,11 @@ class KVCache:
             raise LifecycleError("the KV cache is dropped; rebuild it before the next step")
         return self._layers
 
-    def rebuild(self, content_digest: str) -> None:
-        """A cache for weights of that digest; allocated, and zero, where it was dropped. Otherwise its bytes stay, for
-        the pages that go on; all others are cleared when they are handed out, not here: the engine stands still."""
+    def allocate(self) -> None:
+        """Memory of zeros where it was dropped. Otherwise its bytes stay, for the pages that go on; all others are
+        cleared when they are handed out, not here: the engine stands still."""
         if self._arena is None:
-            self._allocate()
-        self.content_digest = content_digest
+            self._map()
 
     def drop(self) -> None:
         """Unmaps the arena; does nothing when that is done already."""
@@ -84,7 +81,6 @@ class KVCache:
             self._layers, self._by_page = (), None
             self._arena.close()
             self._arena = None
-        self.content_digest = ""
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages: padding is read (and weighed with zero), so
@@ -92,7 +88,7 @@ class KVCache:
         if pages and self._by_page is not None:
             self._by_page[:, :, pages] = 0
 
-    def _allocate(self) -> None:
+    def _map(self) -> None:
         arena = _native.Mapping.private(self._shape.num_bytes)
         layers, pages, heads, dim = self._shape
         by_page = TensorView(arena, 0, "F32", (layers, 2 * heads, pages, PAGE_TOKENS * dim)).numpy()

@@ -1,7 +1,7 @@
 """One tensor-parallel rank of the embedded engine, as the weight manager and the worker loop see it.
 
 Owns the model shard, its KV cache, its decode graphs and, on rank 0, the scheduler. Knows neither processes nor HTTP
-nor where weights come from. Invariants: scheduler and cache know the digest of the weights that are bound, so that
+nor where weights come from. Invariants: the scheduler knows the digest of the weights that are bound, so that
 nothing of the cache is taken for what other weights made; and no decode step runs through a graph that was captured
 with other memory than is bound.
 """
@@ -226,7 +226,7 @@ class EmbeddedRunner:
         if self._scheduler is not None:
             self._scheduler.use_weights(content_digest, keeps_kv=keeps_kv)
         before = self._cache.address
-        self._cache.rebuild(content_digest)
+        self._cache.allocate()
         if self._cache.address != before:  # writing every address down takes time, while the engine stands still
             self._note_addresses()
 

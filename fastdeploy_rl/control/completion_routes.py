@@ -28,7 +28,7 @@ from fastdeploy_rl.control.weights_service import WeightsService
 def add_completion_routes(routes: ApiRoutes, completions: CompletionService, weights: WeightsService) -> None:
     _add_model_routes(routes, completions, weights)
     watches: set[asyncio.Task[None]] = set()  # the event loop itself does not keep a task alive
-    codes = (200, 400, 404, 429, 503)
+    codes = (200, 400, 404, 429, 503, 504)
 
     async def complete(request: Request, parse: Callable[[bytes], Body]) -> Response:
         body = parse(await read_body(request))

@@ -188,5 +188,5 @@ def _wanted(request: GenerationRequest, live: WeightVersion | None) -> Wanted:
         epoch = None if live is None else live.epoch
         least = WeightVersion.parse(request.min_version, current_epoch=epoch) if request.min_version else None
     except VersionFormatError as error:
-        raise RequestError(f"min_version: {error}", param="min_version") from error
+        raise RequestError(f"min_version: {error}") from error
     return Wanted(least, request.max_staleness)

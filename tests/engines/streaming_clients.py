@@ -83,7 +83,8 @@ class StreamingClients:
             )
             status = int((await reader.readline()).split()[1])
             if status != 200:
-                self.refusals.append(f"{status}: {(await reader.read()).decode().partition(chr(123))[2]}")
+                _, _, body_text = (await reader.read()).decode().partition("\r\n\r\n")
+                self.refusals.append(f"{status}: {body_text}")
                 return False
             self.answers.append(Answer.of_events(await self._events(reader)))
             return True

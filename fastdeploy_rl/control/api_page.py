@@ -1,6 +1,6 @@
 """The routes of an application and what is said about them: /openapi.json, and /docs as one page of plain HTML.
 
-Owns the table of routes that both are made from: a route is added here, with its words, or it does not exist. Refuses
+Owns the table of routes that both are made from: a route is added here, with its spec, or it does not exist. Refuses
 to know what routes do. Invariant: the page needs nothing from anywhere else, no script among it, and whatever text is
 in it is escaped.
 """
@@ -53,7 +53,7 @@ class Query(NamedTuple):
     text: str
 
 
-class RouteWords(NamedTuple):
+class RouteSpec(NamedTuple):
     """A route. `takes`, `gives`: types of the bodies, None where there is none or it is no JSON."""
 
     method: str
@@ -70,19 +70,19 @@ class ApiRoutes:
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
-        self.words: list[RouteWords] = []
+        self.specs: list[RouteSpec] = []
 
-    def get(self, path: str, summary: str, **words: Any) -> Callable[[Handler], Handler]:
-        """Decorates the handler of GET `path`; `words` are RouteWords'."""
-        return self._add(RouteWords("GET", path, summary, **words))
+    def get(self, path: str, summary: str, **spec: Any) -> Callable[[Handler], Handler]:
+        """Decorates the handler of GET `path`; `spec`: the other fields of a RouteSpec."""
+        return self._add(RouteSpec("GET", path, summary, **spec))
 
-    def post(self, path: str, summary: str, **words: Any) -> Callable[[Handler], Handler]:
-        return self._add(RouteWords("POST", path, summary, **words))
+    def post(self, path: str, summary: str, **spec: Any) -> Callable[[Handler], Handler]:
+        return self._add(RouteSpec("POST", path, summary, **spec))
 
-    def _add(self, words: RouteWords) -> Callable[[Handler], Handler]:
+    def _add(self, spec: RouteSpec) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
-            self._app.add_api_route(words.path, handler, methods=[words.method], name=words.summary)
-            self.words.append(words)
+            self._app.add_api_route(spec.path, handler, methods=[spec.method], name=spec.summary)
+            self.specs.append(spec)
             return handler
 
         return add
@@ -93,15 +93,15 @@ def add_page_routes(routes: ApiRoutes, *, wants_key: bool) -> None:
 
     @routes.get("/openapi.json", "the routes, as an OpenAPI document")
     async def openapi() -> Response:
-        return json_answer(openapi_document(routes.words, wants_key=wants_key))
+        return json_answer(openapi_document(routes.specs, wants_key=wants_key))
 
     @routes.get("/docs", "the routes, as a page to read")
     async def docs() -> Response:
-        page = html_page(openapi_document(routes.words, wants_key=wants_key))
+        page = html_page(openapi_document(routes.specs, wants_key=wants_key))
         return Response(page, headers=_HEADERS, media_type="text/html")
 
 
-def openapi_document(routes: Sequence[RouteWords], *, wants_key: bool) -> Json:
+def openapi_document(routes: Sequence[RouteSpec], *, wants_key: bool) -> Json:
     """OpenAPI 3.1: paths, and the schemas of their bodies as msgspec knows them."""
     kinds = [kind for route in routes for kind in (route.takes, route.gives) if kind is not None]
     made, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
@@ -116,12 +116,12 @@ def openapi_document(routes: Sequence[RouteWords], *, wants_key: bool) -> Json:
     return document | {"components": parts}
 
 
-def _path(route: RouteWords) -> str:
+def _path(route: RouteSpec) -> str:
     """Starlette's `{name:path}` is `{name}` there."""
     return route.path.replace(":path}", "}")
 
 
-def _operation(route: RouteWords, schemas: Json, wants_key: bool) -> Json:
+def _operation(route: RouteSpec, schemas: Json, wants_key: bool) -> Json:
     has_key = wants_key and route.path not in OPEN_PATHS
     codes = sorted({*route.codes, *([401] if has_key else [])})
     operation: Json = {
@@ -141,7 +141,7 @@ def _content(schema: Json) -> Json:
     return {"application/json": {"schema": schema}}
 
 
-def _path_parameters(route: RouteWords) -> Iterator[Json]:
+def _path_parameters(route: RouteSpec) -> Iterator[Json]:
     for part in _path(route).split("/"):
         if part.startswith("{"):
             yield {"name": part.strip("{}"), "in": "path", "required": True, "schema": {"type": "string"}}

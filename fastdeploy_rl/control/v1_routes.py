@@ -97,30 +97,30 @@ class V1UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def add_v1_routes(routes: ApiRoutes, weights: WeightsService, deadlines: Deadlines) -> None:
     commands = V1Commands(weights, deadlines)
-    words: dict[str, Any] = {"gives": ControlResponse, "codes": CONTROL_CODES}
+    spec: dict[str, Any] = {"gives": ControlResponse, "codes": CONTROL_CODES}
     tags = (Query("tags", "string", "weight,kv_cache: as in the body, where there is none"),)
 
-    @routes.post("/v1/pause", "FastDeploy's: ends requests in flight, takes no more", takes=PauseBody, **words)
+    @routes.post("/v1/pause", "FastDeploy's: ends requests in flight, takes no more", takes=PauseBody, **spec)
     async def pause(request: Request) -> Response:
         return await _control("pause", request, PauseBody, commands.pause)
 
-    @routes.post("/v1/resume", "FastDeploy's: takes requests again", takes=V1Nothing, **words)
+    @routes.post("/v1/resume", "FastDeploy's: takes requests again", takes=V1Nothing, **spec)
     async def resume(request: Request) -> Response:
         return await _control("resume", request, V1Nothing, commands.resume)
 
-    @routes.get("/v1/is_paused", "FastDeploy's: whether it is paused, or something sleeps", **words)
+    @routes.get("/v1/is_paused", "FastDeploy's: whether it is paused, or something sleeps", **spec)
     async def is_paused(request: Request) -> Response:
         return await _control("is_paused", request, V1Nothing, commands.is_paused)
 
-    @routes.post("/v1/sleep", "FastDeploy's: frees memory", takes=V1SleepBody, query=tags, **words)
+    @routes.post("/v1/sleep", "FastDeploy's: frees memory", takes=V1SleepBody, query=tags, **spec)
     async def sleep(request: Request) -> Response:
         return await _control("sleep", request, V1SleepBody, commands.sleep)
 
-    @routes.post("/v1/wakeup", "FastDeploy's: brings memory back, and resumes", takes=V1WakeBody, query=tags, **words)
+    @routes.post("/v1/wakeup", "FastDeploy's: brings memory back, and resumes", takes=V1WakeBody, query=tags, **spec)
     async def wakeup(request: Request) -> Response:
         return await _control("wakeup", request, V1WakeBody, commands.wakeup)
 
-    @routes.post("/v1/update_weights", "FastDeploy's: another version", takes=V1UpdateBody, **words)
+    @routes.post("/v1/update_weights", "FastDeploy's: another version", takes=V1UpdateBody, **spec)
     async def update_weights(request: Request) -> Response:
         return await _control("update_weights", request, V1UpdateBody, commands.update_weights)
 
@@ -189,7 +189,7 @@ def _is_checkpoint_in_host_memory(status: EngineStatus) -> bool:
 
 
 def _named(tags: Sequence[str] | str) -> list[str]:
-    """FastDeploy's words for a tag that is none, an empty text among them."""
+    """ConfigurationError with FastDeploy's message for a tag that is none, an empty text among them."""
     named = tags.split(",") if isinstance(tags, str) else list(tags)
     allowed = [tag.value for tag in Tag]
     for tag in named or [""]:

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import ScriptedBoard, ScriptedEngine, make_face
 from fastapi.routing import APIRoute
 
-from fastdeploy_rl.control.api_page import Query, RouteWords, html_page, openapi_document
+from fastdeploy_rl.control.api_page import Query, RouteSpec, html_page, openapi_document
 from fastdeploy_rl.control.http_app import make_app
 
 HTTP_METHODS = {"get", "post"}
@@ -81,7 +81,7 @@ def test_where_there_are_keys_both_want_one_and_say_which_routes_do() -> None:
 
 def test_whatever_text_there_is_cannot_become_markup() -> None:
     bad = "<script>alert('&\"')</script>"
-    route = RouteWords("POST", f"/{bad}/{{{bad}}}", bad, takes=list[int], query=(Query(bad, bad, bad),))
+    route = RouteSpec("POST", f"/{bad}/{{{bad}}}", bad, takes=list[int], query=(Query(bad, bad, bad),))
     page = html_page(openapi_document([route], wants_key=True))
     assert "<script" not in page
     assert "alert('" not in page

@@ -130,8 +130,16 @@ class Scheduler:
 
     @property
     def load(self) -> EngineLoad:
-        num_free = self._allocator.num_free
-        return EngineLoad(len(self._running), len(self._waiting), num_free, self._num_pages, *self._cache.counts)
+        counts = self._cache.counts
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_pages=self._allocator.num_free,
+            num_pages=self._num_pages,
+            num_prefix_hits=counts.num_hits,
+            num_prefix_misses=counts.num_misses,
+            num_prefix_refusals=counts.num_refusals,
+        )
 
     def find(self, request_id: str) -> RunningRequest | None:
         """The request while it has not ended."""

@@ -37,8 +37,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class EmbeddedRunner:
-    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come
-    from the loop's thread; `execute` is a meeting of all ranks."""
+    """Satisfies `fastdeploy_rl.runner.ModelRunner`. All calls come from the loop's thread, but for `prepare` and
+    `recapture_seconds`; `execute` is a meeting of all ranks."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class EmbeddedRunner:
         return dict(self._bound)
 
     def prepare(self, views: Mapping[str, TensorView]) -> object:
-        """Tensors, which Paddle takes longer to make than to use."""
+        """Tensors, which Paddle takes longer to make than to use: `bind` finds them again (paddle_view.py)."""
         return [paddle_view.tensor(view) for view in views.values()]
 
     def bind(self, views: Mapping[str, TensorView]) -> None:

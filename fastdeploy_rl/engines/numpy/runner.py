@@ -25,6 +25,7 @@ _MAX_CALLS = 100
 NUM_GRAPHS = 2
 """That a recapture captures where addresses are new."""
 _MAX_LEDGERS = 6
+"""As the embedded engine's graph_pool.MAX_SETS."""
 
 Ledger = frozenset[tuple[str, int]]
 """Where each parameter lies."""

@@ -158,10 +158,12 @@ class Rank0:
         """Stopped when it has said something of a request, which is returned."""
 
         def await_said() -> list[tuple[int, str]]:
-            while not (said := self.said()):
-                pass
-            self.tell(Stop())
-            return said
+            try:
+                while not (said := self.said()):
+                    pass
+                return said
+            finally:
+                self.tell(Stop())
 
         with ThreadPoolExecutor(1) as pool:
             said = pool.submit(await_said)

@@ -853,4 +853,20 @@ MUTANTS = (
         "    if update.kv_policy == KEEP and update.old is not None:\n        update.runner.keep",
         "tests/engines/test_fifty_clients.py",
     ),
+    _mutant(
+        "stale_graph_replayed",
+        "a graph whose addresses are not bound is never replayed",
+        f"{_P}engines/embedded/graph_pool.py",
+        "if self._active is not None and self._is_stale(self._active):",
+        "if False:",
+        "tests/unit/test_graph_pool.py::test_a_stale_graph_is_refused_and_computes_nothing",
+    ),
+    _mutant(
+        "staleness_not_asked",
+        "a request begins on no weights that are older than it takes",
+        f"{_P}engines/embedded/admission.py",
+        "        if behind <= self.max_staleness:\n",
+        "        if True:\n",
+        "tests/unit/test_admission.py",
+    ),
 )

@@ -84,9 +84,11 @@ def command_call(command: ClientCommand) -> HttpCall[UpdateReport]:
         "in_flight": "" if options.in_flight == config.KEEP else options.in_flight,
         "mode": options.in_flight,
         "on_timeout": options.on_timeout,
-        "tags": [tag.value for tag in Tag if tag in options.tags],
+        "tags": [tag.value for tag in Tag if tag in options.tags] or "",
         "level": options.level,
     }
+    if command.kind is CommandKind.UPDATE and options.tags:
+        raise ConfigurationError("an update over HTTP wakes the weights alone; wake the other tags by name")
     body = {name: said[name] for name in _FIELDS[command.kind] if said[name] != ""}
     path = f"/v1/weights/{command.kind.name.lower()}"
     content = {"json": {"deadline_s": command.deadline_s} | body}

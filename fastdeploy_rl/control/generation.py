@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 MAX_STOP_STRINGS = 4
+MAX_VERSION_WAIT_S = 3600.0
+"""That a request may wait for a version of the weights."""
 
 
 class FinishReason(str, Enum):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from fastdeploy_rl.control.generation import MAX_STOP_STRINGS, GenerationDefaults, SamplingOptions
+from fastdeploy_rl.control.generation import MAX_STOP_STRINGS, MAX_VERSION_WAIT_S, GenerationDefaults, SamplingOptions
 from fastdeploy_rl.errors import RequestError, VersionFormatError
 from fastdeploy_rl.version import WeightVersion
 
@@ -19,7 +19,6 @@ MAX_BODY_BYTES = 4 << 20
 MAX_CHOICES = 128
 """`n` of one prompt, as with OpenAI."""
 MAX_LOGIT_BIASES = 1024
-MAX_VERSION_WAIT_S = 3600
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat completion may fill the context by default."""
 

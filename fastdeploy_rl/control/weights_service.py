@@ -40,7 +40,7 @@ class WeightsClient(Protocol):
     def receipt(self, *, recompute: bool = False, deadline_s: float) -> Receipt: ...
 
 
-class Board(Protocol):
+class EngineBoard(Protocol):
     """What the engine shows, read without waiting, and the way to a client for a command."""
 
     def status(self) -> EngineStatus: ...
@@ -60,7 +60,7 @@ class LegacyAnswer(NamedTuple):
 class WeightsService(AwaitedCommands):
     """The commands of one engine; `close` gives the threads back. `has_checksums`: it checks what it takes over."""
 
-    def __init__(self, board: Board, *, has_checksums: bool = True) -> None:
+    def __init__(self, board: EngineBoard, *, has_checksums: bool = True) -> None:
         self.has_checksums = has_checksums
         self._board = board
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="board-status")

@@ -4,6 +4,7 @@ Owns the one way memory of ours becomes Paddle's. Knows nothing of models. Invar
 lives as long as the tensor.
 """
 
+import threading
 import weakref
 from typing import Any, TypeAlias
 
@@ -17,19 +18,21 @@ _Place: TypeAlias = tuple[int, tuple[int, ...], str]
 # Of the process, as what makes it necessary is Paddle's: it keeps one deleter for an address, so that of two tensors
 # over the same bytes one would never let go of the mapping.
 _tensors: weakref.WeakValueDictionary[_Place, paddle.Tensor] = weakref.WeakValueDictionary()
+_making = threading.Lock()  # staging prepares tensors while the engine's loop may bind others
 
 
 def tensor(view: TensorView) -> paddle.Tensor:
-    """Zero-copy; reads and writes go to the view's memory. A view
+    """Zero-copy; from any thread; reads and writes go to the view's memory. A view
     of a mapping without write permission must not be written.
 
     One for each place, whoever asks: parameters that were published as one memory share it, also those of two models.
     Views of one address that differ in shape or dtype must not be asked for at a time."""
     place = (view.mapping.address + view.offset, view.shape, view.dtype)
-    found = _tensors.get(place)
-    if found is None:
-        found = _tensors[place] = _tensor(view)
-    return found
+    with _making:
+        found = _tensors.get(place)
+        if found is None:
+            found = _tensors[place] = _tensor(view)
+        return found
 
 
 def _tensor(view: TensorView) -> paddle.Tensor:

@@ -439,14 +439,14 @@ def recapture_graphs(update: RankUpdate) -> int:
 # --- commit: from here on tokens carry the new version ---------------------------------------------
 
 
-ABORTED = "the weights were updated"
+ABORT_REASON = "the weights were updated"
 """What a request is told that an update aborts."""
 
 
 def name_version(update: RankUpdate) -> int:
     """Requests are aborted no sooner, so that an update which comes to nothing aborts nobody."""
     if update.in_flight != KEEP:
-        update.runner.abort_requests(ABORTED, is_fault=False, begun=True)
+        update.runner.abort_requests(ABORT_REASON, is_fault=False, begun=True)
     update.runner.set_version(str(_known(update.new).version))
     return 0
 

@@ -181,11 +181,17 @@ def test_the_wait_counts_from_the_arrival_also_at_an_engine_that_settles(
 @pytest.mark.parametrize(
     ("wants", "reason"),
     [
-        ({"min_version": "new"}, "min_version: 'new' is no weight version"),
-        ({"min_version": "2.08"}, "min_version: '2.08' is no weight version"),
-        ({"min_version": "2.8", "version_wait_s": float("inf")}, "version_wait_s must be 0 to 86400 seconds, got inf"),
-        ({"min_version": "2.8", "version_wait_s": float("nan")}, "version_wait_s must be 0 to 86400 seconds, got nan"),
-        ({"min_version": "2.8", "version_wait_s": -1.0}, "version_wait_s must be 0 to 86400 seconds, got -1.0"),
+        ({"min_version": "new"}, "min_weight_version: 'new' is no weight version"),
+        ({"min_version": "2.08"}, "min_weight_version: '2.08' is no weight version"),
+        (
+            {"min_version": "2.8", "version_wait_s": float("inf")},
+            "weight_version_wait_s must be 0 to 3600 seconds, got inf",
+        ),
+        (
+            {"min_version": "2.8", "version_wait_s": float("nan")},
+            "weight_version_wait_s must be 0 to 3600 seconds, got nan",
+        ),
+        ({"min_version": "2.8", "version_wait_s": -1.0}, "weight_version_wait_s must be 0 to 3600 seconds, got -1.0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once_and_no_other_request(

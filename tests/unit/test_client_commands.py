@@ -15,7 +15,7 @@ from fastdeploy_rl.control.client import AsyncHttpEngine, HttpEngine, command_ca
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError
 from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.report import CommandKind, EngineStatus, UpdateReport
-from fastdeploy_rl.update.client_commands import BlockingCommands, ClientCommand
+from fastdeploy_rl.update.client_commands import BlockingCommands, ClientCommand, waking_update_command
 from fastdeploy_rl.version import WeightVersion
 
 ALL = frozenset(Tag)
@@ -195,3 +195,8 @@ def test_where_requests_may_end_on_their_own_the_answer_may_come_after_the_deadl
     assert limit(waiting) == limit(aborting) + Deadlines.quiet_s
     longest = ClientCommand(CommandKind.PAUSE, MAX_DEADLINE_S, CommandOptions("wait"))
     assert limit(longest) > MAX_DEADLINE_S
+
+
+def test_what_a_route_cannot_say_is_refused_and_not_forgotten() -> None:
+    with pytest.raises(ConfigurationError, match="wake the other tags by name"):
+        command_call(waking_update_command(1.0))

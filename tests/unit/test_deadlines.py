@@ -56,6 +56,7 @@ SPOKEN = {
     ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
     ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,
     ("engines/embedded/graph_pool.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("memory/paddle_view.py", "threading.Lock()"): HELD_BRIEFLY,
     ("sources/checkpoint_transfer.py", "threading.Lock()"): "held for a few statements, or waited for with a time",
     ("sources/described.py", "threading.Lock()"): "held while files are read, and waited for with a time",
     ("sources/fetching.py", "threading.Lock()"): HELD_BRIEFLY,

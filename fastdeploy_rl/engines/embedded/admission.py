@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from fastdeploy_rl.config import MAX_DEADLINE_S
-from fastdeploy_rl.control.generation import GenerationRequest
+from fastdeploy_rl.control.generation import MAX_VERSION_WAIT_S, GenerationRequest
 from fastdeploy_rl.engines.embedded.messages import Start
 from fastdeploy_rl.errors import RequestError, VersionFormatError
 from fastdeploy_rl.version import WeightVersion
@@ -147,9 +146,9 @@ class AdmissionQueue:
         request = start.request
         if not self._door.is_admitting:
             raise RequestError(CLOSED)
-        if not 0 <= request.version_wait_s <= MAX_DEADLINE_S:
+        if not 0 <= request.version_wait_s <= MAX_VERSION_WAIT_S:
             raise RequestError(
-                f"version_wait_s must be 0 to {MAX_DEADLINE_S:.0f} seconds, got {request.version_wait_s}"
+                f"weight_version_wait_s must be 0 to {MAX_VERSION_WAIT_S:.0f} seconds, got {request.version_wait_s}"
             )
         return _Held(start, _wanted(request, self._live()), since_s + request.version_wait_s)
 
@@ -188,5 +187,5 @@ def _wanted(request: GenerationRequest, live: WeightVersion | None) -> Wanted:
         epoch = None if live is None else live.epoch
         least = WeightVersion.parse(request.min_version, current_epoch=epoch) if request.min_version else None
     except VersionFormatError as error:
-        raise RequestError(f"min_version: {error}") from error
+        raise RequestError(f"min_weight_version: {error}") from error
     return Wanted(least, request.max_staleness)

@@ -10,20 +10,26 @@ from fastdeploy_rl.config import ABORT, IN_FLIGHT, KEEP, KV_POLICIES, ON_TIMEOUT
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.lifecycle import Tag
 
-_IN_FLIGHT_BITS, _KV_BITS, _TIMEOUT_BITS, _TAG_BITS, _LEVEL_BITS, _END_BITS = 0, 2, 4, 5, 8, 10
+_IN_FLIGHT_BITS, _KV_BITS, _TIMEOUT_BITS, _TAG_BITS, _LEVEL_BITS, _WOKEN_BITS, _PAUSE_BIT, _END_BITS = (
+    *(0, 2, 4, 5),
+    *(8, 10, 13, 14),
+)
 _TAGS = tuple(Tag)
 
 
 class CommandOptions(NamedTuple):
     """`in_flight`, `kv`, `on_timeout`: one each of config.IN_FLIGHT, KV_POLICIES and ON_TIMEOUT; an empty `kv` is the
     engine's own. `tags`: what a sleep gives away or a wake brings back; of an update, what it finds in place or brings
-    besides the weights. `level`: of a sleep, one of config.SLEEP_LEVELS; else 0."""
+    besides the weights. `level`: of a sleep, one of config.SLEEP_LEVELS; else 0. `woken`: tags that sleep no more once
+    it is committed; `ends_pause`: and where none sleeps then, a pause is over. These two are rank 0's."""
 
     in_flight: str = KEEP
     kv: str = ""
     on_timeout: str = REFUSE
     tags: frozenset[Tag] = frozenset()
     level: int = 0
+    woken: frozenset[Tag] = frozenset()
+    ends_pause: bool = False
 
     def checked(self) -> "CommandOptions":
         """ConfigurationError for a word or level that is none."""
@@ -43,8 +49,10 @@ class CommandOptions(NamedTuple):
             IN_FLIGHT.index(self.in_flight) << _IN_FLIGHT_BITS
             | ("", *KV_POLICIES).index(self.kv) << _KV_BITS
             | ON_TIMEOUT.index(self.on_timeout) << _TIMEOUT_BITS
-            | sum(1 << _TAGS.index(tag) for tag in self.tags) << _TAG_BITS
+            | bits_of(self.tags) << _TAG_BITS
             | self.level << _LEVEL_BITS
+            | bits_of(self.woken) << _WOKEN_BITS
+            | self.ends_pause << _PAUSE_BIT
         )
 
     @classmethod
@@ -57,8 +65,10 @@ class CommandOptions(NamedTuple):
             IN_FLIGHT[in_flight],
             ("", *KV_POLICIES)[kv],
             ON_TIMEOUT[number >> _TIMEOUT_BITS & 1],
-            frozenset(tag for index, tag in enumerate(_TAGS) if number >> _TAG_BITS >> index & 1),
+            tags_in(number >> _TAG_BITS),
             level,
+            tags_in(number >> _WOKEN_BITS),
+            bool(number >> _PAUSE_BIT & 1),
         )
 
     @staticmethod
@@ -72,16 +82,28 @@ class CommandOptions(NamedTuple):
         return self.on_timeout == ABORT
 
 
+def tags_in(bits: int) -> frozenset[Tag]:
+    """The tags whose bits are set, in the order of lifecycle.Tag; further bits are others'."""
+    return frozenset(tag for index, tag in enumerate(_TAGS) if bits >> index & 1)
+
+
+def bits_of(tags: frozenset[Tag]) -> int:
+    """A bit for each tag, in the order of lifecycle.Tag."""
+    return sum(1 << _TAGS.index(tag) for tag in tags)
+
+
 def _words_of(number: int) -> tuple[int, int, int]:
     """Which word of each kind, as its index; 3 is that of none."""
     return number >> _IN_FLIGHT_BITS & 3, number >> _KV_BITS & 3, number >> _LEVEL_BITS & 3
 
 
 def tags_of(words: "str | list[str] | tuple[str, ...] | None") -> frozenset[Tag]:
-    """The tags that a caller names: a list of words, or one text with commas, as FastDeploy has it; none names all.
-    ConfigurationError for a word that is none."""
-    if words is None or not words:
+    """The tags that a caller names: a list of words, or one text with commas, as FastDeploy has it; None means all.
+    ConfigurationError for a word that is none, and where there is no word."""
+    if words is None:
         return frozenset(Tag)
+    if not words:
+        raise ConfigurationError(f"no tag is named; tags are {', '.join(tag.value for tag in Tag)}")
     named = words.split(",") if isinstance(words, str) else list(words)
     known = {tag.value: tag for tag in Tag}
     unknown = [word for word in named if not isinstance(word, str) or word.strip() not in known]

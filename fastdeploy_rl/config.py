@@ -43,7 +43,7 @@ REFUSE = "refuse"
 ON_TIMEOUT = (REFUSE, ABORT)
 """What follows when `wait` takes too long: the command is refused and nothing changed, or the rest is aborted."""
 
-SLEEP_LEVELS = (1, 2)
+SLEEP_LEVELS = OFFLOAD_LEVEL, DROP_LEVEL = (1, 2)
 """1: weights stay in host memory. 2: they are dropped, and come back from the channel. KV cache and graphs hold nothing
 that is worth keeping."""
 

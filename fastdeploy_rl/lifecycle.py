@@ -300,8 +300,9 @@ def legacy_word(lifecycle: Lifecycle, pending: LegacyCommand | None) -> LegacySt
     """What the word must read.
 
     While a legacy command is pending it keeps the requested value. Else CLEARED means that weights *and* KV cache are
-    freed, NORMAL that everything is in place, UPDATING that a complete version is on its way (a stalled update, a
-    start, a fence that is still dropping memory), CLEARING that memory is partly given away.
+    freed, UPDATING that a complete version is on its way (a stalled update, a start, a fence that is still dropping
+    memory), NORMAL all the rest. So before both are dropped the word tells nothing of sleep, like FastDeploy's own: a
+    value that is a command as well must not stand there for long, or that command could not be given.
     """
     if pending is not None:
         return LegacyStatus(pending.value)
@@ -310,10 +311,8 @@ def legacy_word(lifecycle: Lifecycle, pending: LegacyCommand | None) -> LegacySt
     if lifecycle.admission is Admission.FENCED:
         dropped = set(lifecycle.residencies) == {Residency.DROPPED}
         return LegacyStatus.CLEARED if dropped else LegacyStatus.UPDATING
-    if lifecycle.weight is lifecycle.kv_cache is Residency.DROPPED:
-        return LegacyStatus.CLEARED
-    whole = set(lifecycle.residencies) == {Residency.RESIDENT}
-    return LegacyStatus.NORMAL if whole else LegacyStatus.CLEARING
+    is_freed = lifecycle.weight is lifecycle.kv_cache is Residency.DROPPED
+    return LegacyStatus.CLEARED if is_freed else LegacyStatus.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

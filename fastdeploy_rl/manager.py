@@ -324,7 +324,8 @@ class DynamicWeightManager:
             os.eventfd_read(self.wake_fd)
         if self._fault:
             raise StepFailedError(f"rank {self.rank} cannot follow commands any more: {self._fault}")
-        return self._rendezvous.current().number if self._participant.is_due else 0
+        is_decoding = self._coordinator is not None and self._coordinator.state.is_decoding
+        return self._rendezvous.current().number if self._participant.is_due(is_decoding=is_decoding) else 0
 
     def run(self, number: int) -> None:
         """The stalled part of command `number`, on every rank at the same boundary; at most until the command's

@@ -144,6 +144,10 @@ class ModelGroup:
         """Of all members; a frozen one's addresses stay, so that it captures only what was dropped."""
         return sum(member.runner.recapture_graphs() for member in self._members)
 
+    @property
+    def has_graphs(self) -> bool:
+        return all(member.runner.has_graphs for member in self._members)
+
     def drop_graphs(self) -> None:
         for member in self._members:
             member.runner.drop_graphs()

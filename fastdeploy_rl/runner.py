@@ -84,6 +84,11 @@ class ModelRunner(Protocol):
         addresses were bound before and their graphs are still there, or where there are no graphs."""
         ...
 
+    @property
+    def has_graphs(self) -> bool:
+        """Graphs are in use, of whatever addresses."""
+        ...
+
     def drop_graphs(self) -> None:
         """Frees every captured graph and what belongs to it."""
         ...

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.legacy import create_words, unlink_words
+from fastdeploy_rl.command_options import tags_in
 from fastdeploy_rl.config import Deadlines, runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
 from fastdeploy_rl.lifecycle import Admission, LegacyStatus, Residency, Tag
@@ -314,7 +315,7 @@ class Board:
                 _rank_status(rank, self.read_rank(rank), now, is_lost=rank in lost) for rank in range(self.num_ranks)
             ],
             residency={tag.value: getattr(record, tag.value) or Residency.DROPPED.value for tag in Tag},
-            asleep=[tag.value for index, tag in enumerate(Tag) if record.asleep >> index & 1],
+            asleep=[tag.value for tag in Tag if tag in tags_in(record.asleep)],
             is_paused=bool(record.is_held),
             live_since=utc_text(record.live_since_ns / 1e9) if record.version and record.live_since_ns else "",
             source=record.source,

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from fastdeploy_rl.config import ABORT, REFUSE, Deadlines, checked_deadline
+from fastdeploy_rl.config import ABORT, OFFLOAD_LEVEL, REFUSE, Deadlines, checked_deadline
 from fastdeploy_rl.control.api_page import ApiRoutes, Query
 from fastdeploy_rl.control.http_messages import json_answer, read_body
 from fastdeploy_rl.control.weight_routes import (
@@ -35,10 +35,17 @@ from fastdeploy_rl.control.weight_routes import (
     deadline_or,
 )
 from fastdeploy_rl.control.weights_service import WeightsService
-from fastdeploy_rl.errors import ConfigurationError, FastDeployRLError, LifecycleError, NoPublicationError, RequestError
+from fastdeploy_rl.errors import (
+    ConfigurationError,
+    FastDeployRLError,
+    LifecycleError,
+    NoPublicationError,
+    PeerLostError,
+    RequestError,
+    VersionRegressError,
+)
 from fastdeploy_rl.lifecycle import Residency, Tag, UpdateEvent
 from fastdeploy_rl.report import EngineStatus, RankReport
-from fastdeploy_rl.update.committed import CHECKPOINT
 
 _log = logging.getLogger(__name__)
 CONTROL_CODES = (200, 400, 500)
@@ -69,11 +76,11 @@ class V1Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class V1SleepBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """No tags: weight and kv_cache. No level: weights are dropped, and come back from the channel, where something was
-    published; else they stay in host memory."""
+    """No tags: weight and kv_cache. No level: weights stay in host memory, and what was published meanwhile comes in
+    their place at the wakeup."""
 
     tags: TagWords = None
-    level: SleepLevel | None = None
+    level: SleepLevel = OFFLOAD_LEVEL
     mode: InFlightWord = ABORT
     on_timeout: OnTimeoutWord = REFUSE
     deadline_s: float | None = None
@@ -144,11 +151,9 @@ class V1Commands:
 
     async def sleep(self, body: V1SleepBody) -> list[None]:
         status = await self._weights.status()
-        # FastDeploy reloads from its source at the wakeup. Where nothing is there yet, weights would have no way back.
-        level = body.level or (1 if status.source == CHECKPOINT and not status.newest_version else 2)
         await self._weights.sleep(
             list(SLEEP_TAGS) if body.tags is None else _named(body.tags),
-            level=level,
+            level=body.level,
             mode=body.mode,
             on_timeout=body.on_timeout,
             deadline_s=deadline_or(body.deadline_s, self._deadlines.pause_s),
@@ -160,9 +165,12 @@ class V1Commands:
         deadline_s = checked_deadline(deadline_or(body.deadline_s, self._deadlines.update_s))
         begun = time.monotonic()
         status = await self._weights.status()
-        if (tags is None or Tag.WEIGHT.value in tags) and _is_checkpoint_in_host_memory(status):
-            # What was published since is meant. Asked for now: what the status shows may be a moment old.
-            with contextlib.suppress(NoPublicationError):
+        if (tags is None or Tag.WEIGHT.value in tags) and status.residency.get(
+            Tag.WEIGHT.value
+        ) == Residency.OFFLOADED.value:
+            # FastDeploy reloads from its source: what was published since is meant. Where nothing newer is to be had,
+            # as where the trainer is gone, it is what slept.
+            with contextlib.suppress(NoPublicationError, VersionRegressError, PeerLostError):
                 await self._weights.update(deadline_s=deadline_s)
         await self._weights.wake(tags, deadline_s=max(0.001, deadline_s - (time.monotonic() - begun)))
         return [None] * len(status.ranks)
@@ -182,10 +190,6 @@ class V1Commands:
 def _is_paused(status: EngineStatus) -> bool:
     """FastDeploy's sleep is a pause too."""
     return status.is_paused or bool(status.asleep)
-
-
-def _is_checkpoint_in_host_memory(status: EngineStatus) -> bool:
-    return status.residency.get(Tag.WEIGHT.value) == Residency.OFFLOADED.value and status.source == CHECKPOINT
 
 
 def _named(tags: Sequence[str] | str) -> list[str]:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import CommandRecord, Decision, StatusRecord
-from fastdeploy_rl.lifecycle import Residency
+from fastdeploy_rl.command_options import CommandOptions
+from fastdeploy_rl.lifecycle import Residency, Tag
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.version import WeightVersion
 
+_OF_TAGS = (CommandKind.SLEEP, CommandKind.WAKE)
 CHECKPOINT = "checkpoint"
 """The source of a version that no trainer published: it came with the model."""
 
@@ -43,11 +45,13 @@ def untold_command(board: Board) -> CommandRecord | None:
 def committed_version(board: Board, load_strategy: str) -> Committed | None:
     """None where no version is whole: before the first start, while cleared or asleep, after a fence.
 
-    Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die. After a sleep
-    or a wake it is then not worth finding out what each rank still holds: all is dropped, and comes back anew."""
+    Rank 0 tells the outcome of a command some time after the commit word said it; in between it may die. Where weights
+    went to sleep, or came from there, what one of the others has of them is then of no use: all is dropped, and comes
+    back anew."""
     status = board.read(StatusRecord, layout.STATUS_OFFSET)
     if (command := untold_command(board)) is not None:
-        if command.kind in (CommandKind.CLEAR, CommandKind.SLEEP, CommandKind.WAKE):
+        moves_weights = Tag.WEIGHT in CommandOptions.decode(command.options).tags
+        if command.kind == CommandKind.CLEAR or (command.kind in _OF_TAGS and moves_weights):
             return None
         if command.kind == CommandKind.UPDATE:
             version = str(WeightVersion(command.epoch, command.step))

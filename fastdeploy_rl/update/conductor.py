@@ -195,7 +195,7 @@ class Conductor:
             if can_tear:
                 outcome.outcome = Outcome.FENCED
                 outcome.error = FencedError(f"{silent}; it is not known what that rank holds")
-            elif outcome.error is None:
+            elif outcome.error is None and command.kind != CommandKind.PAUSE:  # what was quiet stays so
                 outcome.outcome, outcome.error = Outcome.REJECTED, silent
             return
         self._read_parts(command, outcome, excused)

@@ -16,6 +16,7 @@ from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import StatusRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
+from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
@@ -320,7 +321,8 @@ class Coordinator:
         self._check_direction(version, request)
         before = self.state.lifecycle
         request.begin(self._conductor.number + 1)
-        options = request.options._replace(tags=self.state.due(woken))
+        ends_pause = request.kind is CommandKind.WAKE
+        options = request.options._replace(tags=self.state.due(woken), woken=woken, ends_pause=ends_pause)
         self.state.bring(options.tags)
         outcome = self._conductor.lead(
             CommandKind.UPDATE,
@@ -334,7 +336,7 @@ class Coordinator:
         if outcome.outcome is Outcome.DONE:
             request.commit()
             live = Committed(str(version), manifest.content_digest, self._load_strategy)
-            self._adopt(outcome, live, woken, ends_pause=request.kind is CommandKind.WAKE)
+            self._adopt(outcome, live, options)
         elif outcome.outcome is Outcome.REJECTED:
             if outcome.lost and self.state.committed is not None:
                 self._fence_without(outcome.lost)
@@ -377,19 +379,19 @@ class Coordinator:
                 f"version {version} would go back from {last}; nothing changed; force the update if that is meant"
             )
 
-    def _adopt(self, outcome: CommandOutcome, live: Committed, woken: frozenset[Tag], *, ends_pause: bool) -> None:
+    def _adopt(self, outcome: CommandOutcome, live: Committed, options: CommandOptions) -> None:
         """Every rank committed: receipt and version are the new ones. One that died since is brought forward first."""
         applied = applied_of(outcome.parts)
         if outcome.lost:
             self._fence_without(outcome.lost)
-            self.state.adopt(live, self._conductor.number, applied)
+            self.state.adopt(live, self._conductor.number, applied, options)
             restored = self._restore(_from_now(self._deadlines.rejoin_s + self._deadlines.update_s))
             outcome.outcome, outcome.error, outcome.receipt = restored.outcome, restored.error, restored.receipt
             outcome.lost = restored.lost
             return
         if not self._has_checksums:
             self._chronicle.forget_receipt()
-            self.state.finish_update(live, self._conductor.number, applied, woken, ends_pause=ends_pause)
+            self.state.finish_update(live, self._conductor.number, applied, options)
             return
         try:
             if outcome.checked is None:
@@ -399,7 +401,7 @@ class Coordinator:
             outcome.outcome, outcome.error = Outcome.FENCED, torn
             return
         self._chronicle.keep_receipt(receipt)
-        self.state.finish_update(live, self._conductor.number, applied, woken, ends_pause=ends_pause)
+        self.state.finish_update(live, self._conductor.number, applied, options)
 
     def _restore(self, deadline_ns: int) -> CommandOutcome:
         """Every rank holds the committed version again, those that were started anew as well; DONE or FENCED. Where no
@@ -410,7 +412,8 @@ class Coordinator:
         elif not self.state.is_empty:
             # What slept in the memory of the dead is gone, and so what the others have is of no use.
             who = self._recovery.who_died()
-            self.state.fence(f"{who} while weights slept; nothing is kept of them: wake or update the engine")
+            self.state.fence(f"{who} while the engine slept; what it held is dropped: wake or update it")
+            self._chronicle.forget_receipt()
         before = self.state.lifecycle
         due = self.state.due()
         self.state.bring(due)
@@ -431,6 +434,7 @@ class Coordinator:
             self._chronicle.forget_receipt()
             self.state.forget_sleep()
             self.state.clear(self._conductor.number)
+            request.commit()
         return outcome
 
     def _recompute(self, request: CommandRequest) -> CommandOutcome:
@@ -489,7 +493,7 @@ class Coordinator:
         version = self.state.live_version
         brings = request.kind in (CommandKind.UPDATE, CommandKind.WAKE)
         if is_done and brings and restored.outcome is Outcome.DONE and not version:
-            gone = FencedError("every rank committed, and then one after the other died: nothing is live any more")
+            gone = FencedError("every rank committed, and then ranks died: nothing is live any more; update the engine")
             return CommandOutcome(Outcome.FENCED, gone, version=request.version)
         if is_done:
             return CommandOutcome(restored.outcome, restored.error, version=version, receipt=restored.receipt)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, WEIGHTS_WORD, StatusWord
-from fastdeploy_rl.command_options import CommandOptions
+from fastdeploy_rl.command_options import CommandOptions, bits_of, tags_in
+from fastdeploy_rl.config import DROP_LEVEL
 from fastdeploy_rl.lifecycle import (
     STALLED_PHASES,
     Admission,
@@ -35,10 +36,6 @@ _LOADED_BY = {UpdateEvent.VERIFY: Tag.WEIGHT, UpdateEvent.RECAPTURE: Tag.KV_CACH
 """The step that finds a tag's memory in place; the step before it put it there."""
 _AWAY = (Tag.GRAPH, Tag.KV_CACHE, Tag.WEIGHT)
 """The order in which memory goes: a graph does not outlive what it was captured on."""
-
-
-DROPPING_LEVEL = 2
-"""Of a sleep: weights are dropped, and not kept in host memory."""
 
 
 def gone_with(tags: frozenset[Tag]) -> frozenset[Tag]:
@@ -105,8 +102,12 @@ class EngineState:
         """It serves, or lets requests in flight end, and no rank has taken weights away, or is taking them back. What
         one rank has committed the others have, or will before they do anything else."""
         phase = self.lifecycle.update
-        is_decoding = self.is_serving or self.is_draining
-        return is_decoding and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
+        return self.is_decoding and (phase not in STALLED_PHASES or phase is UpdatePhase.COMMITTING)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Requests in flight make progress, but for a stall."""
+        return self.is_serving or self.is_draining
 
     @property
     def is_fenced(self) -> bool:
@@ -156,7 +157,7 @@ class EngineState:
             self.last_version, self.commands_done = record.last_version, record.commands_done
             self.command = record.command
             self.is_held = bool(record.is_held)
-            self.asleep = frozenset(tag for index, tag in enumerate(Tag) if record.asleep >> index & 1)
+            self.asleep = tags_in(record.asleep)
             if untold is not None:
                 self._note_untold(untold)
             self._shown = self._left_in_word(record)
@@ -172,13 +173,13 @@ class EngineState:
             self._apply(*(TagEvent(tag, ResidencyEvent.LOAD) for tag in Tag), AdmissionEvent.FENCE)
 
     def _note_untold(self, command: layout.CommandRecord) -> None:
-        tags = CommandOptions.decode(command.options).tags
+        options = CommandOptions.decode(command.options)
         if command.kind == CommandKind.PAUSE:
             self.is_held = True
         elif command.kind == CommandKind.SLEEP:
-            self.asleep |= tags
+            self.asleep |= options.tags
         elif command.kind in (CommandKind.UPDATE, CommandKind.WAKE):
-            self._wake(tags, ends_pause=command.kind == CommandKind.WAKE)
+            self._wake(options.woken, ends_pause=options.ends_pause)
         elif command.kind == CommandKind.CLEAR:
             self.asleep = frozenset()
 
@@ -208,23 +209,23 @@ class EngineState:
         """What the next update finds in place, or brings."""
         self._brought = tags | {Tag.WEIGHT}
 
-    def finish_update(
-        self, live: Committed, command: int, apply_mode: str, woken: frozenset[Tag], *, ends_pause: bool
-    ) -> None:
-        """Every rank committed: the engine serves that version, unless it is paused or part of it still sleeps."""
+    def finish_update(self, live: Committed, command: int, apply_mode: str, options: CommandOptions) -> None:
+        """Every rank committed: the engine serves that version, unless it is paused or part of it still sleeps.
+        `options`: of that command."""
         with self._lock:
             self.command = command
             self._adopt(live)
             self._note_live(apply_mode)
-            self._wake(woken, ends_pause=ends_pause)
+            self._wake(options.woken, ends_pause=options.ends_pause)
             self._apply(UpdateEvent.FINISH, is_settled=True)
 
-    def adopt(self, live: Committed, command: int, apply_mode: str) -> None:
+    def adopt(self, live: Committed, command: int, apply_mode: str, options: CommandOptions) -> None:
         """As `finish_update`, where a rank died since: it is to hold that version, before it is served."""
         with self._lock:
             self.command = command
             self._adopt(live)
             self._note_live(apply_mode)
+            self._wake(options.woken, ends_pause=options.ends_pause)
             self.show()
 
     def _adopt(self, live: Committed) -> None:
@@ -289,14 +290,14 @@ class EngineState:
             self.command = command
             self.asleep |= tags
             away = gone_with(tags)
-            if Tag.WEIGHT in away and level == DROPPING_LEVEL:
+            if Tag.WEIGHT in away and level == DROP_LEVEL:
                 self._forget_version()
             self._apply(*(TagEvent(tag, event) for tag in _AWAY if tag in away and (event := self._going(tag, level))))
 
     def _going(self, tag: Tag, level: int) -> ResidencyEvent | None:
         """How its memory goes; None where it is as far gone already."""
         now = self.lifecycle.residency(tag)
-        if tag is Tag.WEIGHT and level != DROPPING_LEVEL:
+        if tag is Tag.WEIGHT and level != DROP_LEVEL:
             return ResidencyEvent.OFFLOAD if now is Residency.RESIDENT else None
         return None if now is Residency.DROPPED else ResidencyEvent.DROP
 
@@ -434,7 +435,7 @@ class EngineState:
             weight=self.lifecycle.weight.value,
             kv_cache=self.lifecycle.kv_cache.value,
             graph=self.lifecycle.graph.value,
-            asleep=sum(1 << index for index, tag in enumerate(Tag) if tag in self.asleep),
+            asleep=bits_of(self.asleep),
             is_held=int(self.is_held),
             live_since_ns=self._live_since_ns,
             apply_mode=self._apply_mode,

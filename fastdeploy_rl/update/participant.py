@@ -19,7 +19,7 @@ from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import REBUILD, WAIT, Deadlines
-from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, PeerLostError
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, LifecycleError, PeerLostError
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.attempt import Failure, attempt
 from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart
@@ -82,6 +82,8 @@ class Participant:
         self._handovers: queue.SimpleQueue[_Handover] = queue.SimpleQueue()
         self._awaited: _Handover | None = None
         """What was handed over last."""
+        self._refused = 0
+        """The last command that was refused at its boundary."""
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._owed: list[Callable[[], None]] = []
         """Memory of commands that are over, still to be let go; the manager's thread's."""
@@ -98,23 +100,45 @@ class Participant:
         return not self._handovers.empty()
 
     @property
-    def is_due(self) -> bool:
-        """And this is the boundary for it: what it lets come to an end has, or has had its time."""
-        return self.is_awaited and not self._is_waiting(self._awaited)
-
-    @property
     def is_draining(self) -> bool:
         """An update waits for the requests that have begun, so that no other one is to begin."""
         awaited = self._awaited
         is_update = awaited is not None and awaited.record.kind == CommandKind.UPDATE
-        return is_update and self.is_awaited and self._is_waiting(awaited)
+        return is_update and self.is_awaited and self._num_waited_for(awaited) > 0
 
-    def _is_waiting(self, awaited: _Handover | None) -> bool:
-        if awaited is None or awaited.options.in_flight != WAIT:
+    def is_due(self, *, is_decoding: bool) -> bool:
+        """For the rank that knows of requests: a command is awaited, and this is the boundary for it: what it lets come
+        to an end has. What has not in time, or cannot (not `is_decoding`), is for the command to abort, or the reason
+        for which it is refused: here, since another rank would not know of it, before any of them takes it."""
+        awaited = self._awaited
+        if not self.is_awaited or awaited is None or awaited.record.number == self._refused:
             return False
-        begun = awaited.record.kind == CommandKind.UPDATE
-        is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
-        return is_in_time and self._state.runner.num_requests(begun=begun) > 0
+        num_left = self._num_waited_for(awaited)
+        if num_left and not awaited.options.aborts_late:
+            is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
+            if not (is_in_time and is_decoding):
+                self._refuse(awaited, num_left, is_decoding)
+            return False
+        return not num_left or not is_decoding or time.monotonic_ns() >= awaited.record.deadline_ns - self._quiet_ns
+
+    def _num_waited_for(self, awaited: _Handover | None) -> int:
+        if awaited is None or awaited.options.in_flight != WAIT:
+            return 0
+        return self._state.runner.num_requests(begun=awaited.record.kind == CommandKind.UPDATE)
+
+    def _refuse(self, awaited: _Handover, num_left: int, is_decoding: bool) -> None:
+        self._refused = awaited.record.number
+        error: FastDeployRLError = DeadlineExceededError(
+            f"{num_left} requests in flight did not come to their end in time; nothing changed, and they go on: "
+            "wait longer, or keep or abort them"
+        )
+        if not is_decoding:
+            error = LifecycleError(
+                f"{num_left} requests in flight cannot come to their end while the engine is paused; resume it first, "
+                "or keep or abort them"
+            )
+        reason = str(error)
+        self._rendezvous.vote(self._refused, Ballot.FAILED, phase="failed", error=type(error).__name__, reason=reason)
 
     @property
     def has_replaced(self) -> bool:
@@ -168,9 +192,12 @@ class Participant:
         with contextlib.suppress(queue.Empty):
             handover = self._handovers.get_nowait()
             decision = self._decision(Question.COMMIT, handover.record)
-            self._finish(handover.record, handover.command, decision, self._why_taken_back())
+            self._finish(handover.record, handover.command, decision, self._why_taken_back(handover.record))
 
-    def _why_taken_back(self) -> Failure:
+    def _why_taken_back(self, record: CommandRecord) -> Failure:
+        own = self._rendezvous.own
+        if record.number == self._refused and own.reason:
+            return Failure(own.error, own.reason)
         lost = sorted(self._board.lost_ranks())
         if lost:
             return Failure(PeerLostError.__name__, f"ranks {lost} died before all came to a decode boundary")
@@ -212,7 +239,6 @@ class Participant:
             rollback=self._rollback,
             kv_policy=options.kv or self._kv_policy,
             in_flight=options.in_flight,
-            aborts_late=options.aborts_late,
             brings=options.tags,
             has_checksums=self._has_checksums,
             num_threads=self._state.num_threads,

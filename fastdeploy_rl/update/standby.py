@@ -5,10 +5,12 @@ weights come from: what was dropped is brought by an update. Invariant: admissio
 anything, and a command that comes to nothing leaves it as it was.
 """
 
+import time
+
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.command_options import CommandOptions
-from fastdeploy_rl.config import WAIT
-from fastdeploy_rl.errors import FastDeployRLError, LifecycleError
+from fastdeploy_rl.config import KEEP, OFFLOAD_LEVEL, WAIT
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, LifecycleError
 from fastdeploy_rl.lifecycle import Residency, Tag
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.update.chronicle import Chronicle
@@ -42,12 +44,14 @@ class Standby:
         return request.deadline_ns + (self._quiet_ns if request.options.in_flight == WAIT else 0)
 
     def pause(self, request: CommandRequest) -> CommandOutcome:
-        """An engine that does not serve anyway is quiet; it then stays so until it is resumed."""
+        """An engine that does not serve anyway is quiet; what it kept of requests may be left to end all the same."""
         outcome = CommandOutcome(Outcome.DONE)
-        if self._state.is_serving:
+        may_hold_requests = not self._state.is_fenced and request.options.in_flight != KEEP
+        if self._state.is_serving or may_hold_requests:
             outcome = self.lead_closed(request, request.options)
         if outcome.outcome is Outcome.DONE:
             self._state.hold()
+            request.commit()
         outcome.version = self._state.live_version
         return outcome
 
@@ -60,11 +64,14 @@ class Standby:
         if away:
             how = "wake it" if state.asleep else "update it"
             raise LifecycleError(f"an engine without {', '.join(away)} cannot be resumed: {how} first")
+        if time.monotonic_ns() >= request.deadline_ns:
+            raise DeadlineExceededError("the deadline passed while another command was carried out; nothing changed")
         state.let_go()
+        request.commit()
         return CommandOutcome(Outcome.DONE, version=state.live_version)
 
     def sleep(self, request: CommandRequest) -> CommandOutcome:
-        tags, level = request.options.tags or frozenset(Tag), request.options.level or 1
+        tags, level = request.options.tags or frozenset(Tag), request.options.level or OFFLOAD_LEVEL
         options = request.options._replace(tags=tags, level=level)
         outcome = self.lead_closed(request, options)
         if outcome.outcome is Outcome.DONE:
@@ -84,17 +91,20 @@ class Standby:
         outcome = CommandOutcome(Outcome.DONE)
         if brought:
             request.begin(self._conductor.number + 1)
-            options = request.options._replace(tags=brought)
+            options = request.options._replace(tags=brought, woken=woken, ends_pause=True)
             outcome = self._conductor.lead(CommandKind.WAKE, deadline_ns=request.deadline_ns, options=options)
         if outcome.outcome is Outcome.DONE:
             state.wake(woken, brought, self._conductor.number)
+            request.commit()
         outcome.version = state.live_version
         return outcome
 
     def _due(self, woken: frozenset[Tag]) -> frozenset[Tag]:
-        """What is awake when these are; what was cleared, and sleeps not, is for an update to bring."""
-        due = self._state.due(woken)
-        return due - {Tag.GRAPH} if self._state.lifecycle.weight is Residency.DROPPED else due
+        """What is awake when these are. What was cleared, and sleeps not, is for an update to bring, with all that goes
+        along."""
+        if self._state.lifecycle.weight is not Residency.DROPPED:
+            return self._state.due(woken)
+        return frozenset() if Tag.WEIGHT not in self._state.asleep else self._state.due(woken) - {Tag.GRAPH}
 
     def lead_closed(self, request: CommandRequest, options: CommandOptions) -> CommandOutcome:
         """The command, after admission was closed; opened again where it came to nothing."""

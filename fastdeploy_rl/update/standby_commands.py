@@ -13,14 +13,14 @@ from msgspec import structs
 
 from fastdeploy_rl._native import Mapping as Memory
 from fastdeploy_rl.command_options import CommandOptions
-from fastdeploy_rl.config import KEEP, WAIT
-from fastdeploy_rl.errors import DeadlineExceededError, NoSpaceError, NotServingError
+from fastdeploy_rl.config import DROP_LEVEL, KEEP
+from fastdeploy_rl.errors import ChecksumMismatchError, NoSpaceError, NotServingError
 from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.memory.host_copy import HostCopy
 from fastdeploy_rl.receipt import RankReceipt
 from fastdeploy_rl.report import CommandKind, RankReport
 from fastdeploy_rl.runner import ModelRunner
-from fastdeploy_rl.update.engine_state import DROPPING_LEVEL, gone_with
+from fastdeploy_rl.update.engine_state import gone_with
 from fastdeploy_rl.update.live_weights import LiveWeights, OffloadedWeights, check_sums
 from fastdeploy_rl.update.packing import packed
 from fastdeploy_rl.update.steps import check_bound
@@ -36,15 +36,9 @@ class _QuietingCommand(PlainCommand):
         self._deadline_ns = deadline_ns
 
     def stall(self) -> None:
-        """DeadlineExceededError where requests were to end first, did not, and may not be aborted."""
+        """Requests that were to end first have, or are to be aborted: else nobody would have come to this boundary."""
         started = time.monotonic()
-        runner = self._state.runner
-        runner.drain(self._deadline_ns)
-        num_running = runner.num_requests() if self._options.in_flight == WAIT else 0
-        if num_running and not self._options.aborts_late:
-            raise DeadlineExceededError(
-                f"{num_running} requests did not end in time; nothing changed, they go on: wait longer, or abort them"
-            )
+        self._state.runner.drain(self._deadline_ns)
         self._note("drain", started)
 
     def _abort_requests(self, reason: str) -> None:
@@ -77,7 +71,7 @@ class SleepCommand(_QuietingCommand):
 
     @property
     def _keeps_weights(self) -> bool:
-        return self._options.level != DROPPING_LEVEL
+        return self._options.level != DROP_LEVEL
 
     def stage(self) -> None:
         """NoSpaceError where there is no room for the copy, ChecksumMismatchError where live memory is not what was
@@ -88,8 +82,15 @@ class SleepCommand(_QuietingCommand):
         started = time.monotonic()
         self._copy = _saved(live, self._state.num_threads)
         if live.live:
-            check_sums(self._copy.sums, live, self._state.runner.rank)
+            self._check(self._copy, live)
         self._note("offload", started, self._copy.num_bytes)
+
+    def _check(self, copy: HostCopy, live: LiveWeights) -> None:
+        try:
+            check_sums(copy.sums, live, self._state.runner.rank)
+        except ChecksumMismatchError:
+            live.is_read_back = False  # whoever looks after memory is to see for itself, and to say so to all
+            raise
 
     def commit(self) -> None:
         """May be called again: what went the first time is not there any more."""

@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.checksum import ZERO
-from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, AUTO, COPY, KEEP, OFF, REBUILD, REFETCH, WAIT
+from fastdeploy_rl.config import ALIAS, ALIAS_STRICT, AUTO, COPY, KEEP, OFF, REBUILD, REFETCH
 from fastdeploy_rl.errors import (
     ConfigurationError,
-    DeadlineExceededError,
     NoPublicationError,
     NotAliasableError,
     StepFailedError,
@@ -67,7 +66,6 @@ class RankUpdate:
     rollback: str = KEEP
     kv_policy: str = REBUILD
     in_flight: str = KEEP
-    aborts_late: bool = False
     brings: frozenset[Tag] = frozenset(Tag)
     """What the engine is to have in place afterwards, besides the weights; the rest sleeps on."""
     has_checksums: bool = True
@@ -91,10 +89,13 @@ class RankUpdate:
     """What the runner made of `new` in advance; it looks at the same memory."""
     is_installed: bool = False
     """The parameters may lie in new memory, or hold new bytes."""
+    has_left_decoding: bool = False
+    """The stalled part began: other ranks may have done any of it."""
+    had_kv_cache: bool = False
     is_kv_touched: bool = False
     """The cache may be the new weights', rebuilt or kept."""
-    had_kv_cache: bool = False
     is_recaptured: bool = False
+    had_graphs: bool = False
     graphs_captured: int = 0
     is_kv_lost: bool = False
     """An undo emptied the old weights' KV cache."""
@@ -321,12 +322,9 @@ def undo_nothing(update: RankUpdate) -> None:
 
 
 def drain(update: RankUpdate) -> int:
-    """Where requests were to come to their end first, and had no time for it, the update is off, unless they are to be
-    aborted then."""
+    update.had_kv_cache = update.runner.has_kv_cache
+    update.has_left_decoding = True
     update.runner.drain(update.deadline_ns)
-    left = update.runner.num_requests(begun=True) if update.in_flight == WAIT else 0
-    if left and not update.aborts_late:
-        raise DeadlineExceededError(f"{left} requests in flight did not end in time; nothing changed")
     return 0
 
 
@@ -364,7 +362,7 @@ def uninstall(update: RankUpdate) -> None:
 
 
 def _graphs_of_before(update: RankUpdate) -> None:
-    if update.old is None:
+    if update.old is None or not update.had_graphs:
         update.runner.drop_graphs()
     else:
         update.runner.recapture_graphs()
@@ -404,7 +402,7 @@ def rebuild_kv_cache(update: RankUpdate) -> int:
     gone. One that sleeps stays away."""
     if Tag.KV_CACHE not in update.brings:
         return 0
-    update.is_kv_touched, update.had_kv_cache = True, update.runner.has_kv_cache
+    update.is_kv_touched = True
     digest = _known(update.new).content_digest
     if update.kv_policy == KEEP:
         update.runner.keep_kv_cache(digest)
@@ -415,8 +413,10 @@ def rebuild_kv_cache(update: RankUpdate) -> int:
 
 def restore_kv_cache(update: RankUpdate) -> None:
     """A cache that was kept is the old weights' again. One that was rebuilt is empty: what it held is lost, and kept
-    requests compute theirs anew."""
-    if not update.is_kv_touched:
+    requests compute theirs anew. Pages are handed out for all ranks by one: where another rank may have lost its part
+    of them, this one's is lost as well."""
+    is_whole = update.kv_policy == KEEP or update.runner.num_ranks == 1
+    if not update.has_left_decoding or (is_whole and not update.is_kv_touched) or Tag.KV_CACHE not in update.brings:
         return
     digest = "" if update.old is None else update.old.content_digest
     if not update.had_kv_cache:
@@ -426,12 +426,12 @@ def restore_kv_cache(update: RankUpdate) -> None:
     else:
         update.is_kv_lost = True
         update.runner.rebuild_kv_cache(digest)
-    update.is_kv_touched = False
+    update.is_kv_touched = update.has_left_decoding = False
 
 
 def recapture_graphs(update: RankUpdate) -> int:
     if Tag.GRAPH in update.brings:
-        update.is_recaptured = True
+        update.is_recaptured, update.had_graphs = True, update.runner.has_graphs
         update.graphs_captured = update.runner.recapture_graphs()
     return 0
 
@@ -464,10 +464,10 @@ STAGING_STEPS = (
 )
 """While the engine serves."""
 STALLING_STEPS = (
-    UpdateStep("drain", UpdateEvent.DRAIN, drain, undo_nothing),
+    UpdateStep("drain", UpdateEvent.DRAIN, drain, restore_kv_cache),
     UpdateStep("install", UpdateEvent.INSTALL, install, uninstall),
     UpdateStep("verify", UpdateEvent.VERIFY, verify, undo_nothing),
-    UpdateStep("rebuild_kv_cache", UpdateEvent.REBUILD, rebuild_kv_cache, restore_kv_cache),
+    UpdateStep("rebuild_kv_cache", UpdateEvent.REBUILD, rebuild_kv_cache, undo_nothing),
     UpdateStep("recapture_graphs", UpdateEvent.RECAPTURE, recapture_graphs, undo_nothing),
     UpdateStep("commit", UpdateEvent.COMMIT, name_version, name_old_version),
 )

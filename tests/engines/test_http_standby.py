@@ -201,10 +201,10 @@ def test_a_sleep_is_a_pause_and_a_wakeup_of_everything_resumes(engine: Engine) -
 )
 def test_tags_come_as_list_or_text_in_body_or_query(engine: Engine, content: Any, tags: str) -> None:
     engine.control("sleep", **content)
-    assert engine.board.calls == [("sleep", tags, 2, "abort", "refuse", 30.0)]
+    assert engine.board.calls == [("sleep", tags, 1, "abort", "refuse", 30.0)]
     engine.control("wakeup", **content)
     silent = not content.get("params") and not content.get("json", {}).get("tags")
-    assert engine.board.calls[1][1] == ("weight,kv_cache,graph" if silent else tags)
+    assert engine.board.calls[-1][1] == ("weight,kv_cache,graph" if silent else tags)
 
 
 def test_beyond_fastdeploy_a_pause_and_a_sleep_have_modes_and_a_sleep_its_level(engine: Engine) -> None:
@@ -242,8 +242,8 @@ def test_a_publication_that_cannot_be_taken_over_wakes_nothing(engine: Engine) -
     assert [call[0] for call in engine.board.calls] == ["sleep", "update"]
 
 
-def test_weights_that_were_told_to_stay_in_host_memory_come_from_there(engine: Engine) -> None:
-    engine.control("sleep", json={"level": 1})
+def test_weights_that_were_dropped_come_with_the_wake_itself(engine: Engine) -> None:
+    engine.control("sleep", json={"level": 2})
     engine.control("wakeup")
     assert [call[0] for call in engine.board.calls] == ["sleep", "wake"]
 

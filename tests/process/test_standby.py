@@ -9,7 +9,13 @@ import pytest
 from fastdeploy_rl.board.legacy import LegacySignal
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.engines.numpy.runner import random_weights
-from fastdeploy_rl.errors import ChecksumMismatchError, LifecycleError, StepFailedError
+from fastdeploy_rl.errors import (
+    ChecksumMismatchError,
+    DeadlineExceededError,
+    LifecycleError,
+    NotServingError,
+    StepFailedError,
+)
 from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.update.client import BoardClient
 from tests.process.numpy_engine import NumpyEngine
@@ -29,6 +35,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NumpyEngin
         WeightPublisher(channel) as publisher,
         BoardClient(engine.port) as client,
     ):
+        for _ in range(3):  # whatever arenas the publisher comes to need are there before the first test
+            publish(publisher, random_weights(MODEL, 1), next(STEPS))
+            client.update()
         yield engine, publisher, client
 
 
@@ -162,6 +171,88 @@ def test_a_clear_wakes_nothing_and_the_next_update_brings_everything(scene):
     assert engine.holds(random_weights(MODEL, 5))
 
 
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weight"], ["graph"]])
+def test_the_legacy_word_clears_an_engine_of_which_a_part_sleeps(scene, tags: list[str]):
+    engine, publisher, client = scene
+    client.sleep(tags)
+    with LegacySignal(engine.port) as signal:
+        signal.request_clear(20.0)
+        assert set(client.status().residency.values()) == {"dropped"}
+        assert client.status().asleep == []
+        publish(publisher, random_weights(MODEL, 6), next(STEPS))
+        signal.request_update(20.0)
+    assert client.status().is_serving
+
+
+def test_what_was_cleared_is_for_an_update_to_bring_and_not_for_a_wake(scene):
+    _, publisher, client = scene
+    client.clear()
+    client.sleep("kv_cache")
+    client.wake("kv_cache")
+    assert client.status().legacy_status == "CLEARED"
+    assert client.status().asleep == []
+    publish(publisher, random_weights(MODEL, 6), next(STEPS))
+    client.update()
+    assert client.status().is_serving
+
+
+@pytest.mark.parametrize("tag", ["graph", "kv_cache"])
+def test_a_refused_update_that_wakes_all_leaves_all_asleep_that_was(scene, tag: str):
+    """Also in the memory of the ranks."""
+    engine, publisher, client = scene
+    client.sleep(tag)
+    before = client.status()
+    publish(publisher, random_weights(MODEL, 6), next(STEPS))
+    assert engine.ask(1, "refuse one recapture") == "refusing"
+    with LegacySignal(engine.port) as signal:
+        signal.request_update(20.0)
+    after = client.status()
+    assert (after.residency, after.asleep, after.version) == (before.residency, before.asleep, before.version)
+    assert [engine.ask(rank, "graphs") for rank in range(2)] == [False, False]
+    client.wake()
+    assert client.status().is_serving
+
+
+@pytest.mark.parametrize("command", ["pause", "sleep", "update"])
+def test_requests_that_do_not_end_in_time_refuse_a_command_before_any_rank_begins_with_it(scene, command: str):
+    """Rank 0 alone knows of them."""
+    engine, publisher, client = scene
+    publish(publisher, random_weights(MODEL, 6), next(STEPS))
+    before, calls = client.status(), engine.ask(1, "calls")
+    assert engine.ask(0, "running 2") == "running"
+    try:
+        with pytest.raises(DeadlineExceededError, match="2 requests in flight did not come to their end in time"):
+            waiting(client, command, "refuse")
+        after = client.status()
+        assert (after.is_serving, after.is_paused, after.version) == (True, False, before.version)
+        assert (after.residency, after.asleep) == (RESIDENT, [])
+        assert engine.ask(1, "calls") == calls
+        client.pause("keep")
+        with pytest.raises(LifecycleError, match="cannot come to their end while the engine is paused; resume it"):
+            waiting(client, command, "refuse")
+        client.resume()
+    finally:
+        engine.ask(0, "running 0")
+
+
+def waiting(client: BoardClient, command: str, on_timeout: str) -> None:
+    if command == "update":
+        client.update(in_flight="wait", deadline_s=0.3)
+    elif command == "pause":
+        client.pause("wait", on_timeout=on_timeout, deadline_s=0.3)
+    else:
+        client.sleep(mode="wait", on_timeout=on_timeout, deadline_s=0.3)
+
+
+def test_a_pause_of_an_engine_that_is_paused_ends_requests_that_were_kept(scene):
+    engine, _, client = scene
+    client.pause("keep")
+    report = client.pause("abort")
+    assert len(report.ranks) == 2
+    assert engine.ask(0, "calls")[-1] == "abort the engine was paused"
+    client.resume()
+
+
 def test_the_legacy_word_wakes_everything(scene):
     engine, publisher, client = scene
     client.sleep(level=2)
@@ -225,19 +316,24 @@ def test_a_sleep_that_one_rank_cannot_do_leaves_all_awake(tmp_path: Path):
         assert None not in engine.tokens()
 
 
+def restarting_engine(tmp_path: Path, **wishes: str) -> NumpyEngine:
+    return NumpyEngine(
+        MODEL,
+        channel=tmp_path / "channel",
+        num_ranks=2,
+        is_restarted_on_death=True,
+        deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=20.0, finish_s=0.3, step_s=60.0),
+        **wishes,
+    )
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_death_while_weights_sleep_in_host_memory_leaves_nothing_and_a_wake_brings_the_newest(
     tmp_path: Path, rank: int
 ):
     """What one rank kept is gone, so that all drop theirs; never is a part of a version served."""
     with (
-        NumpyEngine(
-            MODEL,
-            channel=tmp_path / "channel",
-            num_ranks=2,
-            is_restarted_on_death=True,
-            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=20.0, finish_s=0.3, step_s=60.0),
-        ) as engine,
+        restarting_engine(tmp_path) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,
     ):
@@ -250,9 +346,32 @@ def test_a_death_while_weights_sleep_in_host_memory_leaves_nothing_and_a_wake_br
         assert set(status.residency.values()) == {"dropped"}
         assert status.asleep == ["weight"]
         assert not status.is_serving
-        assert "while weights slept; nothing is kept of them: wake or update the engine" in status.reason
+        assert "while the engine slept; what it held is dropped: wake or update it" in status.reason
+        with pytest.raises(NotServingError):
+            client.receipt()
         publish(publisher, random_weights(MODEL, 2), 2)
         client.wake()
         assert client.status().is_serving
         assert client.status().residency == RESIDENT
         assert engine.holds(random_weights(MODEL, 2))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_rank_that_dies_after_the_commit_word_of_a_waking_update_leaves_the_engine_awake(tmp_path: Path, level: int):
+    with (
+        restarting_engine(tmp_path, module="fastdeploy_rl.testing.faulty_worker") as engine,
+        WeightPublisher(tmp_path / "channel") as publisher,
+        BoardClient(engine.port) as client,
+    ):
+        publish(publisher, random_weights(MODEL, 1), 1)
+        client.update()
+        client.pause("keep")
+        client.sleep(level=level)
+        publish(publisher, random_weights(MODEL, 2), 2)
+        assert engine.ask(1, 'fault {"act": "kill", "step": "commit", "when": "begin"}') == "armed"
+        client.wake() if level == 2 else client.update()
+        wait_until(lambda: engine.deaths == [1] and engine.holds(random_weights(MODEL, 2)))
+        wait_until(lambda: client.status().residency["weight"] == "resident")
+        assert client.status().version == "1.2"
+        assert client.status().asleep == ([] if level == 2 else ["kv_cache", "graph"])
+        assert client.status().is_serving == (level == 2)

@@ -1,6 +1,6 @@
 """The door of the engine: who may join now, who waits for a version and until when, and who is told why not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,13 +11,20 @@ from fastdeploy_rl.engines.embedded.messages import Start
 
 @dataclass
 class Engine:
-    """What the weight manager would say; and the time."""
+    """What the weight manager and the scheduler would say; and the time."""
 
     is_admitting: bool = True
     is_settling: bool = False
     live_version: str = "2.7"
     newest_version: str = "2.9"
     now_s: float = 100.0
+    waiting: set[str] = field(default_factory=set)
+
+    def has_yet_to_begin(self, request_id: str) -> bool:
+        return request_id in self.waiting
+
+    def recall(self, request_id: str) -> None:
+        self.waiting.remove(request_id)
 
 
 @pytest.fixture
@@ -27,7 +34,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def admission(engine: Engine) -> AdmissionQueue:
-    return AdmissionQueue(engine, clock=lambda: engine.now_s)
+    return AdmissionQueue(engine, engine, clock=lambda: engine.now_s)
 
 
 def start(name: str = "a", **wants: object) -> Start:
@@ -225,3 +232,50 @@ def test_an_engine_that_stops_refuses_everybody_once(admission: AdmissionQueue) 
     admission.arrive(start("arrived"))
     assert admission.refuse_all("stopping") == [("held", "stopping"), ("arrived", "stopping")]
     assert (admission.refuse_all("stopping"), admission.look()) == ([], ([], []))
+
+
+@pytest.mark.parametrize(
+    ("wants", "live", "newest"),
+    [
+        ({"min_version": "2.7"}, "2.6", ""),
+        ({"max_staleness": 2}, "2.7", "2.10"),
+    ],
+)
+def test_whoever_was_let_in_and_has_not_begun_is_refused_where_its_version_is_gone(
+    engine: Engine, admission: AdmissionQueue, wants: dict[str, object], live: str, newest: str
+) -> None:
+    """And whoever has begun goes on."""
+    for name in "ab":
+        admission.arrive(start(name, **wants))
+    assert admitted(admission) == ["a", "b"]
+    engine.waiting = {"b"}
+    engine.live_version, engine.newest_version = live, newest
+    engine.is_admitting = False
+    assert admitted(admission) == []
+    engine.is_admitting = True
+    (refusal,) = refused(admission)
+    assert refusal.request_id == "b"
+    assert f"version {live} is live" in refusal.reason
+    assert engine.waiting == set()
+    assert not admission.num_waiting
+
+
+def test_whoever_is_called_back_may_wait_for_its_version_and_joins_again(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
+    admission.arrive(start("a", min_version="2.7", version_wait_s=5.0))
+    assert admitted(admission) == ["a"]
+    engine.waiting = {"a"}
+    engine.live_version = "2.6"
+    assert admitted(admission) == []
+    assert (engine.waiting, admission.num_waiting) == (set(), 1)
+    engine.live_version = "2.7"
+    assert admitted(admission) == ["a"]
+
+
+def test_a_plain_step_is_one_of_the_epoch_that_a_restarted_trainer_publishes_in(
+    engine: Engine, admission: AdmissionQueue
+) -> None:
+    engine.live_version, engine.newest_version = "2.7", "3.1"
+    admission.arrive(start("a", min_version="1"))
+    assert "the request wants 3.1 or newer" in refused(admission)[0].reason

@@ -256,8 +256,7 @@ def expected_word(life: Lifecycle) -> str:
         (life.admission is Admission.STARTING, "UPDATING"),
         (life.admission is Admission.FENCED and (w, kv, graph) != (DROPPED,) * 3, "UPDATING"),
         (w is DROPPED and kv is DROPPED, "CLEARED"),
-        ((w, kv, graph) == (RESIDENT,) * 3, "NORMAL"),
-        (True, "CLEARING"),
+        (True, "NORMAL"),
     ]
     return next(word for is_so, word in rows if is_so)
 
@@ -280,11 +279,19 @@ def test_cleared_means_that_weights_and_cache_are_freed() -> None:
     assert words[CLEARED] is LegacyStatus.CLEARED
 
 
-def test_normal_means_that_everything_is_in_place_and_nothing_stalls() -> None:
+def test_normal_means_that_nothing_stalls_and_that_not_all_memory_is_freed() -> None:
     for lifecycle in LEGAL:
         if legacy_word(lifecycle, None) is LegacyStatus.NORMAL:
-            assert set(lifecycle.residencies) == {RESIDENT}
+            assert (lifecycle.weight, lifecycle.kv_cache) != (DROPPED, DROPPED)
             assert lifecycle.update not in STALLED_PHASES
+
+
+def test_no_command_stands_in_the_word_of_an_engine_that_sleeps() -> None:
+    """A trainer that writes it then would not be seen."""
+    commands = {LegacyStatus(command.value) for command in LegacyCommand}
+    for lifecycle in LEGAL:
+        if lifecycle.admission is Admission.PAUSED and lifecycle.update is UpdatePhase.IDLE:
+            assert legacy_word(lifecycle, None) not in commands
 
 
 def test_a_fenced_engine_reads_updating_until_everything_is_dropped() -> None:

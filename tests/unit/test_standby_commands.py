@@ -12,11 +12,10 @@ import pytest
 
 from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.command_options import CommandOptions
-from fastdeploy_rl.config import ABORT, IN_FLIGHT, KEEP, ON_TIMEOUT, REFUSE, WAIT
+from fastdeploy_rl.config import ABORT, IN_FLIGHT, KEEP, WAIT
 from fastdeploy_rl.engines.numpy.runner import NumpyRunner
 from fastdeploy_rl.errors import (
     ChecksumMismatchError,
-    DeadlineExceededError,
     NoSpaceError,
     NotServingError,
     SegmentError,
@@ -230,13 +229,14 @@ def out_of_memory(*arguments: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize("fault", ["no room", "broken copy", "corrupt", "drain", "requests"])
+@pytest.mark.parametrize("fault", ["no room", "broken copy", "corrupt", "drain"])
 def test_a_sleep_that_is_rejected_leaves_the_rank_as_it_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     with bed(tmp_path) as rank, monkeypatch.context() as patched:
         if fault == "corrupt":
             flip(rank.state.live.views["norm"])
+        rank.state.live.is_read_back = True
         before = standing(rank)
         sleep = sleeping(rank, in_flight=WAIT)
         if fault == "no room":
@@ -244,18 +244,14 @@ def test_a_sleep_that_is_rejected_leaves_the_rank_as_it_served(
         elif fault == "broken copy":
             patched.setattr(host_copy, "transfer", out_of_memory)
         rank.runner.breaks_at = 1 if fault == "drain" else 0
-        rank.runner.num_running = 2 if fault == "requests" else 0
-        error = {
-            "no room": NoSpaceError,
-            "corrupt": ChecksumMismatchError,
-            "requests": DeadlineExceededError,
-        }.get(fault, MemoryError)
+        error = {"no room": NoSpaceError, "corrupt": ChecksumMismatchError}.get(fault, MemoryError)
         with pytest.raises(error):
             carry_out(sleep)
         for _ in range(2):
             sleep.undo()
             assert standing(rank) == before
         assert rank.runner.aborted == []
+        assert rank.state.live.is_read_back == (fault != "corrupt")  # to be looked at, by whoever fences
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -429,23 +425,16 @@ def test_a_clear_takes_what_sleeps_as_well(tmp_path: Path) -> None:
         assert standing(rank) == NOTHING
 
 
-@pytest.mark.parametrize("on_timeout", ON_TIMEOUT)
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
-@pytest.mark.parametrize("num_running", [0, 3])
-def test_requests_end_go_on_or_keep_the_engine_from_pausing_as_asked(
-    tmp_path: Path, in_flight: str, on_timeout: str, num_running: int
-) -> None:
+def test_requests_that_are_there_at_the_commit_are_kept_or_aborted_as_asked(tmp_path: Path, in_flight: str) -> None:
     with bed(tmp_path) as rank:
-        before, rank.runner.num_running = standing(rank), num_running
-        options = CommandOptions(in_flight=in_flight, on_timeout=on_timeout)
-        pause = PauseCommand(rank.state, options, deadline_ns())
-        if (in_flight, on_timeout) == (WAIT, REFUSE) and num_running:
-            with pytest.raises(DeadlineExceededError, match="3 requests did not end in time; nothing changed"):
-                carry_out(pause)
-            pause.undo()
-        else:
-            carry_out(pause)
-            assert rank.runner.aborted == ([] if in_flight == KEEP else [("the engine was paused", False)])
+        before = standing(rank)
+        pause = PauseCommand(rank.state, CommandOptions(in_flight=in_flight), deadline_ns())
+        pause.stage()
+        pause.stall()
+        assert rank.runner.aborted == []
+        pause.commit()
+        assert rank.runner.aborted == ([] if in_flight == KEEP else [("the engine was paused", False)])
         assert standing(rank) == before
 
 

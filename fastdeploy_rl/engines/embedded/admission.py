@@ -1,8 +1,9 @@
 """Which requests may join the engine: rank 0's door, between those that have arrived and the scheduler.
 
 Owns requests that wait for a version of the weights, and until when. Refuses to know how requests are computed and how
-versions come about. Invariant: each request that arrived is let in, refused with the reason, or cancelled, once; none
-waits for longer than its `version_wait_s`, but for an engine of which is not yet known whether it will serve.
+versions come about. Invariant: each request that arrived begins on a version that it takes, is refused with the
+reason, or is cancelled, once; none waits for its version for longer than its `version_wait_s`, but for an engine of
+which is not yet known whether it will serve.
 
 A request that arrives while the door is closed is refused. One that waits for a version already goes on waiting: the
 update that brings it closes the door in passing. It is let in when the door is open and the version is there.
@@ -44,12 +45,28 @@ class Door(Protocol):
         ...
 
 
+class Line(Protocol):
+    """The scheduler: requests that were let in, and have not begun, can be called back."""
+
+    def has_yet_to_begin(self, request_id: str) -> bool:
+        """False also for one that has ended."""
+        ...
+
+    def recall(self, request_id: str) -> None:
+        """Of one that has yet to begin: it is not there any more."""
+        ...
+
+
 class Wanted(NamedTuple):
     """Versions that a request may begin on: `least` or newer (None: any), and at most `max_staleness` steps behind the
     newest published one (None: however far)."""
 
     least: WeightVersion | None
     max_staleness: int | None
+
+    @property
+    def is_anything(self) -> bool:
+        return self.least is None and self.max_staleness is None
 
     def shortfall(self, live: WeightVersion, newest: WeightVersion | None) -> str:
         """Why it may not begin on `live`; empty where it may. An older epoch is behind by more steps than any number;
@@ -92,11 +109,18 @@ class Verdicts(NamedTuple):
 class AdmissionQueue:
     """Not thread-safe; all calls come from the engine's loop."""
 
-    def __init__(self, door: Door, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, door: Door, line: Line, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._door = door
+        self._line = line
         self._clock = clock
         self._arrived: dict[str, tuple[Start, float]] = {}
         self._held: dict[str, _Held] = {}
+        self._let_in: dict[str, _Held] = {}
+        """Those that wait for their turn, and want no version but some."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._arrived) + len(self._held)
 
     @property
     def is_looking_out(self) -> bool:
@@ -127,10 +151,12 @@ class AdmissionQueue:
         return refused
 
     def look(self) -> Verdicts:
-        """Lets in and refuses whom it can now; whoever must wait does so."""
+        """Lets in and refuses whom it can now; whoever must wait does so, also who was let in when another version was
+        live."""
         verdicts = Verdicts([], [])
         if not self._door.is_settling:
             self._hear(verdicts)
+            self._look_at_let_in()
             self._look_at_held(verdicts)
         return verdicts
 
@@ -150,10 +176,21 @@ class AdmissionQueue:
             raise RequestError(
                 f"weight_version_wait_s must be 0 to {MAX_VERSION_WAIT_S:.0f} seconds, got {request.version_wait_s}"
             )
-        return _Held(start, _wanted(request, self._live()), since_s + request.version_wait_s)
+        wanted = _wanted(request, self._live(), self._newest())
+        return _Held(start, wanted, since_s + request.version_wait_s)
+
+    def _look_at_let_in(self) -> None:
+        self._let_in = {key: held for key, held in self._let_in.items() if self._line.has_yet_to_begin(key)}
+        live, newest = self._live(), self._newest()
+        if live is None or not self._door.is_admitting:
+            return  # nobody's turn comes
+        for request_id, held in list(self._let_in.items()):
+            if held.wanted.shortfall(live, newest):
+                self._line.recall(request_id)
+                self._held[request_id] = self._let_in.pop(request_id)
 
     def _look_at_held(self, verdicts: Verdicts) -> None:
-        now_s, live, newest = self._clock(), self._live(), _parsed(self._door.newest_version)
+        now_s, live, newest = self._clock(), self._live(), self._newest()
         for request_id, held in list(self._held.items()):
             reason = self._obstacle(held, live, newest)
             if reason and now_s < held.expiry_s:
@@ -166,6 +203,8 @@ class AdmissionQueue:
                 verdicts.refused.append(Refusal(request_id, reason + waited))
             else:
                 verdicts.admitted.append(held.start)
+                if not held.wanted.is_anything:
+                    self._let_in[request_id] = held
 
     def _obstacle(self, held: _Held, live: WeightVersion | None, newest: WeightVersion | None) -> str:
         if live is None or not self._door.is_admitting:
@@ -175,16 +214,19 @@ class AdmissionQueue:
     def _live(self) -> WeightVersion | None:
         return _parsed(self._door.live_version)
 
+    def _newest(self) -> WeightVersion | None:
+        return _parsed(self._door.newest_version)
+
 
 def _parsed(text: str) -> WeightVersion | None:
     return WeightVersion.parse(text) if text else None
 
 
-def _wanted(request: GenerationRequest, live: WeightVersion | None) -> Wanted:
-    """A plain step is one of the epoch that is live when the request arrives. RequestError for text that is no
-    version."""
+def _wanted(request: GenerationRequest, live: WeightVersion | None, newest: WeightVersion | None) -> Wanted:
+    """A plain step is one of the newest epoch that is known when the request arrives, as where an update names one.
+    RequestError for text that is no version."""
     try:
-        epoch = None if live is None else live.epoch
+        epoch = max((version.epoch for version in (live, newest) if version is not None), default=None)
         least = WeightVersion.parse(request.min_version, current_epoch=epoch) if request.min_version else None
     except VersionFormatError as error:
         raise RequestError(f"min_weight_version: {error}") from error

@@ -101,6 +101,11 @@ class GraphPool(Generic[Inputs, Outputs]):
         for graph_set in dropped:
             _close(graph_set.graphs)
 
+    @property
+    def is_in_use(self) -> bool:
+        """Some graphs are, stale or not."""
+        return self._active is not None
+
     def has_graph(self, batch_size: int) -> bool:
         """A graph is in use for such a step, stale or not."""
         return self._active is not None and batch_size in self._active.graphs

@@ -74,7 +74,7 @@ class Leader:
         self._connection = connection
         self._deadlines = deadlines
         self._is_stopping = False
-        self._admission = AdmissionQueue(manager)
+        self._admission = AdmissionQueue(manager, runner.scheduler)
         self._refused: list[TokenOutput] = []
         self._told: EngineLoad | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -167,6 +167,7 @@ class Leader:
         outputs = self._refused + self._runner.scheduler.take_outputs()
         self._refused = []
         load = self._runner.engine_load
+        load = msgspec.structs.replace(load, num_waiting=load.num_waiting + self._admission.num_waiting)
         if outputs or load != self._told:
             tokens = Tokens([(output.request_id, output.token) for output in outputs], load)
             self._connection.send(tokens, timeout_s=self._deadlines.send_s)

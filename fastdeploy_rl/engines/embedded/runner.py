@@ -154,6 +154,10 @@ class EmbeddedRunner:
         """Captures nothing while weights or cache are not there: steps run without graphs then."""
         return self._graphs.recapture()
 
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs.is_in_use
+
     def drop_graphs(self) -> None:
         """Steps run without them until `recapture_graphs`."""
         self._graphs.drop()

@@ -69,8 +69,9 @@ class SchedulerLimits:
 @dataclass(eq=False)
 class RunningRequest:
     """What the scheduler remembers of a request, running or waiting. `num_cached` of its tokens have keys and values in
-    `pages`; `num_reused` of these were there when it began. The first `num_entered` pages are known to the prefix
-    cache; `chain` None: later ones never will be, since other weights filled some of them."""
+    `pages`; `num_reused` were there when it first began (None: it has not). `has_answered`: it made a token with those
+    that it has now. The first `num_entered` pages are known to the prefix cache; `chain` None: later ones never will
+    be, since other weights filled some of them."""
 
     request_id: str
     request: GenerationRequest
@@ -78,7 +79,8 @@ class RunningRequest:
     token_ids: list[int]
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
-    num_reused: int = 0
+    num_reused: int | None = None
+    has_answered: bool = False
     num_entered: int = 0
     chain: BlockChain | None = None
 
@@ -210,6 +212,16 @@ class Scheduler:
         if item is not None:
             self._finish(item, aborted(reason))
 
+    def has_yet_to_begin(self, request_id: str) -> bool:
+        """It is here, and has neither tokens nor pages of its own."""
+        item = self.find(request_id)
+        return item is not None and not item.has_begun
+
+    def recall(self, request_id: str) -> None:
+        """Of a request that has yet to begin nothing stays here, and nobody is told."""
+        item = self._requests.pop(request_id)
+        self._waiting.remove(item)
+
     def abort_all(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
         """`begun`: those alone that `num_requests(begun=True)` counts."""
         for item in (*self._running, *self._waiting):
@@ -256,7 +268,9 @@ class Scheduler:
         self._allocator.share(found)
         self._cache.count(keys, len(found))
         item.pages, item.num_entered = found, len(found)
-        item.num_cached = item.num_reused = len(found) * PAGE_TOKENS
+        item.num_cached = len(found) * PAGE_TOKENS
+        if item.num_reused is None:
+            item.num_reused = item.num_cached
         return True
 
     def _lookup_keys(self, item: RunningRequest) -> list[BlockKey]:
@@ -308,8 +322,8 @@ class Scheduler:
         return victim
 
     def _preempt_unfinished(self) -> None:
-        """Those that were cut short by the tokens of a step."""
-        for item in reversed([item for item in self._running if item.num_missing > 1]):
+        """Those that have keys and values, and made no token with them yet."""
+        for item in reversed([item for item in self._running if not item.has_answered]):
             self._preempt(item)
 
     def _preempt(self, item: RunningRequest) -> None:
@@ -319,6 +333,7 @@ class Scheduler:
 
     def _append(self, item: RunningRequest, token: SampledToken, version: str) -> None:
         item.token_ids.append(token.token_id)
+        item.has_answered = True
         reason = self._finish_reason(item, token.token_id)
         made = GeneratedToken(
             token.token_id,
@@ -326,7 +341,7 @@ class Scheduler:
             token.logprob,
             reason.value if reason else "",
             top_logprobs=token.top_logprobs,
-            num_cached=item.num_reused if item.num_generated == 1 else 0,
+            num_cached=(item.num_reused or 0) if item.num_generated == 1 else 0,
         )
         if reason:
             self._finish(item, made)
@@ -350,4 +365,5 @@ class Scheduler:
     def _release(self, item: RunningRequest) -> None:
         self._allocator.free(item.pages)
         item.pages = []
-        item.num_cached = item.num_reused = item.num_entered = 0
+        item.num_cached = item.num_entered = 0
+        item.has_answered = False

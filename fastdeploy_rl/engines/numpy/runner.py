@@ -41,7 +41,7 @@ class NumpyModel:
 class NumpyRunner:
     """Satisfies `fastdeploy_rl.runner.ModelRunner`. What was called last, in which order, stands in `calls`. It has no
     graphs, but counts like an engine whose graphs hold for the addresses they were captured with; `capture_seconds`:
-    how long it says that takes."""
+    how long it says that takes; `num_running`: how many requests it says are in flight."""
 
     def __init__(self, model: NumpyModel, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -49,6 +49,7 @@ class NumpyRunner:
         self.calls: list[str] = []
         self.version = ""
         self.num_captured = 0
+        self.num_running = 0
         self.capture_seconds = 0.0
         self._captured: list[Ledger] = []  # used last comes last
         self._model = model
@@ -110,7 +111,7 @@ class NumpyRunner:
         self._note("drain")
 
     def num_requests(self, *, begun: bool = False) -> int:
-        return 0
+        return self.num_running
 
     def abort_requests(self, reason: str, *, is_fault: bool = True, begun: bool = False) -> None:
         self._note(f"abort {reason}")
@@ -141,6 +142,10 @@ class NumpyRunner:
         count = 0 if is_known else NUM_GRAPHS
         self.num_captured += count
         return count
+
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._captured)
 
     def drop_graphs(self) -> None:
         self._note("drop_graphs")

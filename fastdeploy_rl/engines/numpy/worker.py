@@ -195,6 +195,14 @@ class Worker:
             return runner.calls
         if question == "dump":
             return {name: view.numpy().tobytes().hex() for name, view in runner.bound().items()}
+        if question == "refuse one recapture":
+            runner.recapture_graphs = partial(_refuse_one_recapture, runner)  # type: ignore[method-assign]
+            return "refusing"
+        if question.startswith("running "):
+            runner.num_running = int(question.removeprefix("running "))
+            return "running"
+        if question == "graphs":
+            return runner.has_graphs
         if question.startswith("spoil "):
             runner.bound()[question.removeprefix("spoil ")].numpy()[...] = 0
             return "spoilt"
@@ -207,6 +215,11 @@ class Worker:
         self._manager.close()
         self._group.close()
         self._board.close()
+
+
+def _refuse_one_recapture(runner: NumpyRunner) -> int:
+    del runner.recapture_graphs
+    raise RuntimeError("told to refuse")
 
 
 def _refuse_one_bind(runner: NumpyRunner, views: Mapping[str, TensorView]) -> None:

@@ -623,3 +623,40 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
 TestAnyOrderWithoutCache = AnyOrderWithoutCache.TestCase
 TestAnyOrderWithoutCache.settings = settings(max_examples=20, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_steps"), [(17, 1), (20, 1), (33, 2)])
+def test_a_prompt_cut_short_by_a_step_begins_again_under_other_weights(num_prompt: int, num_steps: int) -> None:
+    """Also where a single token of it is left: its span would not name what filled the rest."""
+    scheduler, _ = make(max_step_tokens=16)
+    scheduler.submit("a", request(num_prompt))
+    for _ in range(num_steps):
+        advance(scheduler)
+    scheduler.use_weights(SECOND, keeps_kv=True)
+    assert shape(advance(scheduler, "1.2")) == [("a", 0, 16, False)]
+
+
+def test_an_answer_goes_on_under_other_weights_with_what_it_has() -> None:
+    scheduler, _ = make(max_step_tokens=16)
+    scheduler.submit("a", request(3))
+    advance(scheduler)
+    scheduler.use_weights(SECOND, keeps_kv=True)
+    assert shape(advance(scheduler, "1.2")) == [("a", 3, 1, True)]
+
+
+def test_a_request_that_lost_its_pages_before_its_first_token_reused_nothing() -> None:
+    scheduler, _ = make_caching(max_step_tokens=32)
+    scheduler.submit("a", request(40))
+    advance(scheduler)
+    scheduler._preempt_youngest()
+    assert [token.num_cached for token in finish(scheduler)["a"]] == [0] * 8
+
+
+def test_only_who_has_yet_to_begin_can_be_called_back() -> None:
+    scheduler, _ = make(max_num_seqs=1)
+    for name in "ab":
+        scheduler.submit(name, request(3))
+    advance(scheduler)
+    assert [scheduler.has_yet_to_begin(name) for name in "abc"] == [False, True, False]
+    scheduler.recall("b")
+    assert set(finish(scheduler)) == {"a"}

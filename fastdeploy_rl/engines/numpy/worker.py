@@ -188,9 +188,9 @@ class Worker:
             del runner.bind
             return "mended"
         if question == "token":
-            return runner.token() if self._manager.is_serving else None
+            return runner.token() if self._can_compute else None
         if question == "answer":
-            return [runner.token(), runner.version] if self._manager.is_serving else None
+            return [runner.token(), runner.version] if self._can_compute else None
         if question == "calls":
             return runner.calls
         if question == "dump":
@@ -210,6 +210,10 @@ class Worker:
             view = runner.bound()[question.removeprefix("address ")]
             return view.mapping.address + view.offset
         return {"error": f"unknown question {question!r}"}
+
+    @property
+    def _can_compute(self) -> bool:
+        return self._manager.is_serving and self.runner.has_kv_cache
 
     def close(self) -> None:
         self._manager.close()

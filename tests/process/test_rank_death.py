@@ -37,7 +37,9 @@ def scene(
             channel=tmp_path / "channel",
             apply_mode=apply_mode,
             is_restarted_on_death=is_restarted_on_death,
-            deadlines=Deadlines(update_s=5.0, attach_s=20.0, rejoin_s=20.0, finish_s=finish_s, step_s=step_s),
+            deadlines=Deadlines(
+                update_s=5.0, clear_s=2.0, attach_s=20.0, rejoin_s=20.0, finish_s=finish_s, step_s=step_s
+            ),
         ) as engine,
         WeightPublisher(tmp_path / "channel") as publisher,
         BoardClient(engine.port) as client,

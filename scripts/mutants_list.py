@@ -333,8 +333,8 @@ MUTANTS = (
         "late_requests_known_to_one_rank",
         "a command that late requests refuse is refused before any rank takes it",
         _PARTICIPANT,
-        "        if num_left and not awaited.options.aborts_late:\n",
-        "        if num_left and not is_decoding:\n",
+        "        if not num_left or (awaited.options.aborts_late and",
+        "        if not num_left or (is_decoding and",
         f"{_STANDBY_TESTS}::test_requests_that_do_not_end_in_time_refuse_a_command_before_any_rank_begins_with_it[update]",
     ),
     _mutant(

@@ -114,12 +114,12 @@ class Participant:
         if not self.is_awaited or awaited is None or awaited.record.number == self._refused:
             return False
         num_left = self._num_waited_for(awaited)
-        if num_left and not awaited.options.aborts_late:
-            is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
-            if not (is_in_time and is_decoding):
-                self._refuse(awaited, num_left, is_decoding)
-            return False
-        return not num_left or not is_decoding or time.monotonic_ns() >= awaited.record.deadline_ns - self._quiet_ns
+        is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
+        if not num_left or (awaited.options.aborts_late and not (is_decoding and is_in_time)):
+            return True
+        if not (is_decoding and is_in_time):
+            self._refuse(awaited, num_left, is_decoding)
+        return False
 
     def _num_waited_for(self, awaited: _Handover | None) -> int:
         if awaited is None or awaited.options.in_flight != WAIT:

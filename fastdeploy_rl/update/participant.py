@@ -8,6 +8,7 @@ version or to none."""
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class Participant:
         """What was handed over last."""
         self._refused = 0
         """The last command that was refused at its boundary."""
+        self._ending = threading.Lock()
+        """Of a handover: it is refused, or taken back and finished. A refusal after that would unsay it."""
         self._replaced: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._owed: list[Callable[[], None]] = []
         """Memory of commands that are over, still to be let go; the manager's thread's."""
@@ -95,6 +98,12 @@ class Participant:
         return "" if held is None else str(held.version)
 
     @property
+    def live_version(self) -> str:
+        """What this rank's parameters are bound to, as text; empty for none."""
+        live = self._state.live
+        return "" if live is None else str(live.version)
+
+    @property
     def is_awaited(self) -> bool:
         """A command was handed over that `run` did not take yet."""
         return not self._handovers.empty()
@@ -102,16 +111,16 @@ class Participant:
     @property
     def is_draining(self) -> bool:
         """An update waits for the requests that have begun, so that no other one is to begin."""
-        awaited = self._awaited
+        awaited = self._to_be_taken()
         is_update = awaited is not None and awaited.record.kind == CommandKind.UPDATE
-        return is_update and self.is_awaited and self._num_waited_for(awaited) > 0
+        return is_update and self._num_waited_for(awaited) > 0
 
     def is_due(self, *, is_decoding: bool) -> bool:
         """For the rank that knows of requests: a command is awaited, and this is the boundary for it: what it lets come
         to an end has. What has not in time, or cannot (not `is_decoding`), is for the command to abort, or the reason
         for which it is refused: here, since another rank would not know of it, before any of them takes it."""
-        awaited = self._awaited
-        if not self.is_awaited or awaited is None or awaited.record.number == self._refused:
+        awaited = self._to_be_taken()
+        if awaited is None or awaited.record.number == self._refused:
             return False
         num_left = self._num_waited_for(awaited)
         is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
@@ -121,13 +130,16 @@ class Participant:
             self._refuse(awaited, num_left, is_decoding)
         return False
 
+    def _to_be_taken(self) -> _Handover | None:
+        """What `is_awaited` speaks of. In this order: one that lies there was noted before."""
+        return self._awaited if self.is_awaited else None
+
     def _num_waited_for(self, awaited: _Handover | None) -> int:
         if awaited is None or awaited.options.in_flight != WAIT:
             return 0
         return self._state.runner.num_requests(begun=awaited.record.kind == CommandKind.UPDATE)
 
     def _refuse(self, awaited: _Handover, num_left: int, is_decoding: bool) -> None:
-        self._refused = awaited.record.number
         error: FastDeployRLError = DeadlineExceededError(
             f"{num_left} requests in flight did not come to their end in time; nothing changed, and they go on: "
             "wait longer, or keep or abort them"
@@ -137,8 +149,11 @@ class Participant:
                 f"{num_left} requests in flight cannot come to their end while the engine is paused; resume it first, "
                 "or keep or abort them"
             )
-        reason = str(error)
-        self._rendezvous.vote(self._refused, Ballot.FAILED, phase="failed", error=type(error).__name__, reason=reason)
+        name, reason = type(error).__name__, str(error)
+        with self._ending:
+            if self.is_awaited:
+                self._refused = awaited.record.number
+                self._rendezvous.vote(self._refused, Ballot.FAILED, phase="failed", error=name, reason=reason)
 
     @property
     def has_replaced(self) -> bool:
@@ -190,7 +205,8 @@ class Participant:
 
         self._board.wait_until(is_over, handover.record.deadline_ns)
         with contextlib.suppress(queue.Empty):
-            handover = self._handovers.get_nowait()
+            with self._ending:
+                handover = self._handovers.get_nowait()
             decision = self._decision(Question.COMMIT, handover.record)
             self._finish(handover.record, handover.command, decision, self._why_taken_back(handover.record))
 

@@ -60,6 +60,7 @@ SPOKEN = {
     ("sources/checkpoint_transfer.py", "threading.Lock()"): "held for a few statements, or waited for with a time",
     ("sources/described.py", "threading.Lock()"): "held while files are read, and waited for with a time",
     ("sources/fetching.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("update/participant.py", "threading.Lock()"): HELD_BRIEFLY,
     ("sources/held_versions.py", "threading.Lock()"): HELD_BRIEFLY,
     ("sources/ipc_snapshot.py", "threading.Lock()"): "held while a directory is looked at, never while bytes are read",
     ("testing/fake_mooncake.py", "threading.Lock()"): HELD_BRIEFLY,

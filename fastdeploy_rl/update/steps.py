@@ -61,6 +61,8 @@ class RankUpdate:
     apply_mode: str
     num_threads: int
     old: LiveWeights | None
+    asleep_digest: str = ""
+    """Of the weights that sleep in host memory; they may have filled the KV cache that is there."""
     num_staging_threads: int = 1
     """While the engine serves, which needs cores itself."""
     rollback: str = KEEP
@@ -92,10 +94,10 @@ class RankUpdate:
     has_left_decoding: bool = False
     """The stalled part began: other ranks may have done any of it."""
     had_kv_cache: bool = False
+    had_graphs: bool = False
     is_kv_touched: bool = False
     """The cache may be the new weights', rebuilt or kept."""
     is_recaptured: bool = False
-    had_graphs: bool = False
     graphs_captured: int = 0
     is_kv_lost: bool = False
     """An undo emptied the old weights' KV cache."""
@@ -322,7 +324,7 @@ def undo_nothing(update: RankUpdate) -> None:
 
 
 def drain(update: RankUpdate) -> int:
-    update.had_kv_cache = update.runner.has_kv_cache
+    update.had_kv_cache, update.had_graphs = update.runner.has_kv_cache, update.runner.has_graphs
     update.has_left_decoding = True
     update.runner.drain(update.deadline_ns)
     return 0
@@ -356,12 +358,13 @@ def uninstall(update: RankUpdate) -> None:
     else:
         runner.bind(old.views)
         check_bound(runner, old)
-    if update.is_recaptured:
+    if update.is_recaptured or update.had_graphs:
         _graphs_of_before(update)
     update.is_recaptured = update.is_installed = False
 
 
 def _graphs_of_before(update: RankUpdate) -> None:
+    """Also where no step captured any: a bind that broke off may have put those of the old weights out of use."""
     if update.old is None or not update.had_graphs:
         update.runner.drop_graphs()
     else:
@@ -418,7 +421,7 @@ def restore_kv_cache(update: RankUpdate) -> None:
     is_whole = update.kv_policy == KEEP or update.runner.num_ranks == 1
     if not update.has_left_decoding or (is_whole and not update.is_kv_touched) or Tag.KV_CACHE not in update.brings:
         return
-    digest = "" if update.old is None else update.old.content_digest
+    digest = update.asleep_digest if update.old is None else update.old.content_digest
     if not update.had_kv_cache:
         update.runner.drop_kv_cache()
     elif update.kv_policy == KEEP:
@@ -431,7 +434,7 @@ def restore_kv_cache(update: RankUpdate) -> None:
 
 def recapture_graphs(update: RankUpdate) -> int:
     if Tag.GRAPH in update.brings:
-        update.is_recaptured, update.had_graphs = True, update.runner.has_graphs
+        update.is_recaptured = True
         update.graphs_captured = update.runner.recapture_graphs()
     return 0
 

@@ -166,6 +166,8 @@ class UpdateCommand:
     def __init__(self, state: RankState, update: RankUpdate, observer: StepObserver) -> None:
         self._state = state
         self._update = update
+        if state.offloaded is not None:
+            update.asleep_digest = state.offloaded.content_digest
         self._steps = StepRunner(update, observer)
         self._is_aliasing = False
         self._spent: list[StagedSource | WayBack | OffloadedWeights] = []

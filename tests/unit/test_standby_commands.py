@@ -418,6 +418,18 @@ def test_an_update_takes_the_place_of_what_sleeps_and_one_that_fails_leaves_it(t
         assert (standing(rank).offloaded, standing(rank).num_descriptors) == ("", 0)
 
 
+def test_an_update_that_fails_leaves_the_cache_to_the_weights_that_sleep_and_filled_it(tmp_path: Path) -> None:
+    with bed(tmp_path) as rank:
+        carry_out(sleeping(rank, WEIGHT))
+        asleep = standing(rank)
+        assert asleep.kv_digest
+        failed = rank.command(rank.publish(), Fault("commit", "begin", MemoryError()))
+        with pytest.raises(StepFailedError):
+            run(failed)
+        failed.undo()
+        assert standing(rank) == asleep
+
+
 def test_a_clear_takes_what_sleeps_as_well(tmp_path: Path) -> None:
     with bed(tmp_path) as rank:
         carry_out(sleeping(rank, WEIGHT))

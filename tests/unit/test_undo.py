@@ -330,6 +330,25 @@ def test_a_call_of_the_runner_that_breaks_half_way_is_undone(tmp_path: Path, mod
         assert num_broken == (4 if mode == "copy" and old != "cleared" else 5)
 
 
+def test_graphs_that_a_broken_bind_put_out_of_use_are_in_use_again(tmp_path: Path) -> None:
+    with rig(tmp_path, "alias") as rank:
+        rank.go_to("updated")
+        runner = rank.runner
+        command = rank.command(rank.publish())
+
+        def break_off(views: dict[str, TensorView]) -> None:
+            del runner.bind
+            runner.drop_graphs()
+            raise MemoryError
+
+        runner.bind = break_off  # type: ignore[method-assign]
+        with pytest.raises(StepFailedError):
+            run(command)
+        assert not runner.has_graphs
+        command.undo()
+        assert runner.has_graphs
+
+
 class Half:
     """`transfer` of the native core, which at call `breaks_at` does half of its jobs and runs out of memory."""
 

@@ -124,7 +124,8 @@ class ModelGroup:
 
     @property
     def has_kv_cache(self) -> bool:
-        return all(member.runner.has_kv_cache for member in self._members)
+        """Of some member: one may have none in any case."""
+        return any(member.runner.has_kv_cache for member in self._members)
 
     def drop_kv_cache(self) -> None:
         for member in self._members:
@@ -146,7 +147,8 @@ class ModelGroup:
 
     @property
     def has_graphs(self) -> bool:
-        return all(member.runner.has_graphs for member in self._members)
+        """Of some member: one may have none in any case."""
+        return any(member.runner.has_graphs for member in self._members)
 
     def drop_graphs(self) -> None:
         for member in self._members:

@@ -187,6 +187,25 @@ def test_what_is_counted_and_estimated_is_the_sum(monkeypatch: pytest.MonkeyPatc
     assert seen == [{"embed", "up", "norm", "bias", "scale", "empty"}, {"norm", "bias", "qk"}]
 
 
+class Bare(NumpyRunner):
+    """It keeps no KV cache and captures no graphs, whatever it is asked for."""
+
+    has_kv_cache = property(lambda self: False)  # type: ignore[assignment]
+    has_graphs = property(lambda self: False)  # type: ignore[assignment]
+
+
+def test_a_member_that_has_no_cache_or_graphs_at_all_does_not_hide_those_of_the_others() -> None:
+    """An undo brings back what it finds named, and drops the rest."""
+    main, draft = NumpyRunner(MODEL, 0, 1), Bare(DRAFT, 0, 1)
+    subject = GroupSubject(ModelGroup(main, draft=draft), (NumpySubject(main), NumpySubject(draft)))
+    go_live(subject, version(subject.runner, 1), "1.1")
+    assert (subject.runner.has_kv_cache, subject.runner.has_graphs) == (True, True)
+    subject.runner.drop_graphs()
+    assert (subject.runner.has_kv_cache, subject.runner.has_graphs) == (True, False)
+    subject.runner.drop_kv_cache()
+    assert not subject.runner.has_kv_cache
+
+
 @pytest.mark.parametrize("was_bound", [True, False], ids=["bound before", "nothing bound before"])
 @pytest.mark.parametrize("broken", [0, 1], ids=["main breaks", "draft breaks"])
 def test_a_member_that_cannot_bind_leaves_all_where_they_were(broken: int, was_bound: bool) -> None:

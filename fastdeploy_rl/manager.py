@@ -303,7 +303,9 @@ class DynamicWeightManager:
     @property
     def live_version(self) -> str:
         """On rank 0: what tokens are made with, as text; empty while nothing is live."""
-        return self._coordinator.state.live_version if self._coordinator is not None else ""
+        # Of a commit the coordinator hears a moment after this rank has followed it.
+        is_live = self._coordinator is not None and bool(self._coordinator.state.live_version)
+        return self._participant.live_version if is_live else ""
 
     @property
     def newest_version(self) -> str:

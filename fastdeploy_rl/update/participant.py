@@ -273,6 +273,7 @@ class Participant:
         Never raises because a command is rejected: then the runner is where it was."""
         handover = self._await_handover(number)
         if handover is None:
+            self._empty_kv_cache()
             return
         record, command = handover.record, handover.command
         stalled_since = time.monotonic()
@@ -282,6 +283,14 @@ class Participant:
         else:
             self._rendezvous.vote(number, Ballot.FAILED, phase="failed", error=error.name, reason=error.text)
         self._finish(record, command, self._decision(Question.COMMIT, record), error, stalled_since)
+
+    def _empty_kv_cache(self) -> None:
+        """After a boundary that this rank missed: the others may have been there, and have undone what they did. Pages
+        are handed out for all ranks by one, and hold nothing on those any more."""
+        runner, held = self._state.runner, self._state.live or self._state.offloaded
+        if runner.num_ranks > 1 and held is not None and runner.has_kv_cache:
+            digest = held.content_digest
+            self._attempt(lambda: runner.rebuild_kv_cache(digest))
 
     def _await_handover(self, number: int) -> _Handover | None:
         """What the manager's thread staged for `number`; None when that was taken back, or did not come before the

@@ -13,6 +13,7 @@ from fastdeploy_rl.board.layout import Ballot, CommandRecord
 from fastdeploy_rl.board.rendezvous import BoardRendezvous
 from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import AUTO, KEEP, WAIT
+from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.participant import Participant, _Handover
 from tests.process.numpy_engine import free_port
@@ -25,8 +26,11 @@ def board() -> Iterator[Board]:
 
 
 def make_participant(board: Board, num_requests: Callable[..., int]) -> tuple[Participant, BoardRendezvous]:
+    runner = NumpyRunner(NumpyModel(()), 0, board.num_ranks)
+    runner.num_requests = num_requests  # type: ignore[method-assign]
+    live = SimpleNamespace(content_digest="ab" * 32)
     rendezvous = BoardRendezvous(board, 0)
-    state: Any = SimpleNamespace(runner=SimpleNamespace(num_requests=num_requests))
+    state: Any = SimpleNamespace(runner=runner, live=live, offloaded=None)
     anybody: Any = None
     participant = Participant(
         board=board,
@@ -68,3 +72,17 @@ def test_a_command_that_was_taken_back_meanwhile_stays_finished(board: Board) ->
     hand_over(participant, 7)
     assert not participant.is_due(is_decoding=False)
     assert (rendezvous.own.command, rendezvous.own.ballot) == (7, Ballot.FINISHED)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_rank_that_misses_a_boundary_has_no_keys_and_values_that_others_may_have_lost(
+    board: Board, has_cache: bool
+) -> None:
+    participant, rendezvous = make_participant(board, lambda *, begun: 0)
+    runner: Any = participant._state.runner
+    if has_cache:
+        runner.keep_kv_cache("cd" * 32)
+    rendezvous.announce(CommandRecord(7, CommandKind.UPDATE, 1, 1, time.monotonic_ns(), "", 0))
+    rendezvous.vote(7, Ballot.FINISHED)
+    participant.run(7)
+    assert runner.calls == (["keep_kv_cache", "rebuild_kv_cache"] if has_cache else [])

@@ -327,7 +327,7 @@ class DynamicWeightManager:
         if self._fault:
             raise StepFailedError(f"rank {self.rank} cannot follow commands any more: {self._fault}")
         is_decoding = self._coordinator is not None and self._coordinator.state.is_decoding
-        return self._rendezvous.current().number if self._participant.is_due(is_decoding=is_decoding) else 0
+        return self._participant.due_number(is_decoding=is_decoding)
 
     def run(self, number: int) -> None:
         """The stalled part of command `number`, on every rank at the same boundary; at most until the command's

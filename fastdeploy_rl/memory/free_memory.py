@@ -4,6 +4,7 @@ Owns the reading of what the kernel says, of the machine and of the control grou
 process. Refuses to know what the memory is for. Invariant: reading changes nothing, and what the kernel does not say
 bounds nothing."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     Page cache that can be given up counts as free. A guess: others take memory too."""
     available = _field(_text(proc / "meminfo"), "MemAvailable:")
     bounds = [room for directory in _groups(proc, cgroups) if (room := _room(directory)) is not None]
-    return max(min([bound for bound in (available and available << 10, *bounds) if bound is not None], default=0), 0)
+    known = [bound for bound in (available and available << 10, *bounds) if bound is not None]
+    return max(min(known, default=sys.maxsize), 0)
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:

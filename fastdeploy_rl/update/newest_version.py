@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
 _MAX_PERIOD_S = 5.0
-"""Where a source does not answer, it is asked less and less often."""
+"""Where a source does not answer, or takes its time, it is asked less and less often."""
 _MAX_SHARE = 0.05
-"""Of the time that looking may take."""
+"""Of the time that looking may take, up to that."""
 
 
 class NewestVersion:
@@ -47,7 +47,7 @@ class NewestVersion:
             begun = time.monotonic()
             is_answered = self._look()
             least_s = _PERIOD_S if is_answered else min(2 * period_s, _MAX_PERIOD_S)
-            period_s = max(least_s, (time.monotonic() - begun) / _MAX_SHARE)
+            period_s = min(max(least_s, (time.monotonic() - begun) / _MAX_SHARE), _MAX_PERIOD_S)
 
     def _look(self) -> bool:
         try:

@@ -20,7 +20,13 @@ from fastdeploy_rl.board.layout import Ballot, CommandRecord, Decision
 from fastdeploy_rl.board.rendezvous import BoardRendezvous, Question
 from fastdeploy_rl.command_options import CommandOptions
 from fastdeploy_rl.config import REBUILD, WAIT, Deadlines
-from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, LifecycleError, PeerLostError
+from fastdeploy_rl.errors import (
+    DeadlineExceededError,
+    FastDeployRLError,
+    LifecycleError,
+    PeerLostError,
+    UpdateRejectedError,
+)
 from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.attempt import Failure, attempt
 from fastdeploy_rl.update.rank_files import FOLLOWED, RankFiles, RankPart
@@ -115,20 +121,21 @@ class Participant:
         is_update = awaited is not None and awaited.record.kind == CommandKind.UPDATE
         return is_update and self._num_waited_for(awaited) > 0
 
-    def is_due(self, *, is_decoding: bool) -> bool:
-        """For the rank that knows of requests: a command is awaited, and this is the boundary for it: what it lets come
-        to an end has. What has not in time, or cannot (not `is_decoding`), is for the command to abort, or the reason
-        for which it is refused: here, since another rank would not know of it, before any of them takes it."""
+    def due_number(self, *, is_decoding: bool) -> int:
+        """For the rank that knows of requests: the command that is awaited, where this is the boundary for it: what it
+        lets come to an end has; else 0. What has not in time, or cannot (not `is_decoding`), is for the command to
+        abort, or the reason for which it is refused: here, since another rank would not know of it, before any of them
+        takes it."""
         awaited = self._to_be_taken()
         if awaited is None or awaited.record.number == self._refused:
-            return False
+            return 0
         num_left = self._num_waited_for(awaited)
         is_in_time = time.monotonic_ns() < awaited.record.deadline_ns - self._quiet_ns
         if not num_left or (awaited.options.aborts_late and not (is_decoding and is_in_time)):
-            return True
+            return awaited.record.number
         if not (is_decoding and is_in_time):
             self._refuse(awaited, num_left, is_decoding)
-        return False
+        return 0
 
     def _to_be_taken(self) -> _Handover | None:
         """What `is_awaited` speaks of. In this order: one that lies there was noted before."""
@@ -217,6 +224,8 @@ class Participant:
         lost = sorted(self._board.lost_ranks())
         if lost:
             return Failure(PeerLostError.__name__, f"ranks {lost} died before all came to a decode boundary")
+        if time.monotonic_ns() < record.deadline_ns:
+            return Failure(UpdateRejectedError.__name__, "another rank refused the command at its decode boundary")
         return Failure(DeadlineExceededError.__name__, "its loop came to no decode boundary before the deadline")
 
     def _is_refused(self, record: CommandRecord) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ V2, V1 = "0::/a/b\n", "4:memory:/a/b\n3:cpu:/x\n0::/\n"
         (MEMINFO, V1, {"memory/a/memory.limit_in_bytes": "900", "memory/a/memory.usage_in_bytes": "100"}, 800),
         (MEMINFO, V1, {"memory/memory.limit_in_bytes": "700", "memory/memory.usage_in_bytes": "100"}, 600),
         ("", V2, {"memory.max": "900", "memory.current": "200"}, 700),
-        ("", "", {}, 0),
+        ("", "", {}, sys.maxsize),
     ],
 )
 def test_free_memory_is_the_least_that_machine_and_control_groups_allow(

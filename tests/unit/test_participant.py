@@ -56,7 +56,7 @@ def hand_over(participant: Participant, number: int) -> None:
 def test_requests_that_cannot_end_refuse_a_command_once(board: Board) -> None:
     participant, rendezvous = make_participant(board, lambda *, begun: 1)
     hand_over(participant, 7)
-    assert not participant.is_due(is_decoding=False)
+    assert not participant.due_number(is_decoding=False)
     assert (rendezvous.own.command, rendezvous.own.ballot) == (7, Ballot.FAILED)
 
 
@@ -70,7 +70,7 @@ def test_a_command_that_was_taken_back_meanwhile_stays_finished(board: Board) ->
 
     participant, rendezvous = make_participant(board, take_back)
     hand_over(participant, 7)
-    assert not participant.is_due(is_decoding=False)
+    assert not participant.due_number(is_decoding=False)
     assert (rendezvous.own.command, rendezvous.own.ballot) == (7, Ballot.FINISHED)
 
 

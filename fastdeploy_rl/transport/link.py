@@ -37,6 +37,9 @@ class Link:
             self._socket.connect(place)
         except BlockingIOError as error:
             raise TimeoutError("nobody answers") from error
+        if self._socket.getsockname() == self._socket.getpeername():
+            # Nobody listens there, and the system chose that very port as our own end: TCP calls it a connection.
+            raise ConnectionRefusedError("nobody listens")
 
     def send(self, message: wire.Message, deadline_ns: int, stall_ns: int | None = None) -> None:
         """As `send_buffers`."""

@@ -10,11 +10,18 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from fastdeploy_rl.update.newest_version import NewestVersion
 from tests.model.actors import ActorDiedError
 
 # A game takes a second: one that fails is not played a hundred times more to find a shorter one.
 _GAMES = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.reuse, Phase.generate])
 settings.register_profile("long", _GAMES, max_examples=200, stateful_step_count=25)
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks_for_newer_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is no actor, and no part of what the ranks agree on."""
+    monkeypatch.setattr(NewestVersion, "start", lambda self: None)
 
 
 @pytest.fixture(autouse=True)

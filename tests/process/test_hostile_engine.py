@@ -33,6 +33,7 @@ from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.update.client import BoardClient
 from fastdeploy_rl.update.requests import client_lock_path
 from tests.process.numpy_engine import NumpyEngine
+from tests.process.test_missed_and_fenced import wait_until
 
 MODEL = NumpyModel((ParameterSpec("embed", "F32", (12, 64), 0), ParameterSpec("norm", "F32", (64,), None)))
 FIRST, SECOND, THIRD = (random_weights(MODEL, seed) for seed in (1, 2, 3))
@@ -358,6 +359,7 @@ def test_records_that_are_overwritten_read_as_silence_until_their_writers_write_
     """Of rank 0 for the whole engine, and of a rank for itself; no byte of a weight moves."""
     with scene(tmp_path, apply_mode="copy") as s, Intruder(s.engine, 4) as intruder:
         size = layout.COMMAND_OFFSET - layout.STATUS_OFFSET - 8
+        wait_until(lambda: s.client.status().newest_version == f"{s.publisher.epoch}.2")  # rank 0 has no more to tell
         intruder.board[layout.STATUS_OFFSET + 8 : layout.COMMAND_OFFSET] = random.Random(1).randbytes(size)
         with pytest.raises(DeadlineExceededError, match="StatusRecord"):
             s.client.status()

@@ -1,6 +1,7 @@
 """A late joiner gets its weights from an engine that has them and the trainer is not loaded, whatever the peer does."""
 
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -26,14 +27,14 @@ from tests.process.trainer import Trainer
 
 
 def free_ports(num: int) -> int:
-    """The first of so many ports, one after the other, where nobody listens."""
+    """The first of so many ports, one after the other, where nobody listens, and from which the system gives none to
+    whoever connects somewhere."""
     for _ in range(100):
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for port in range(first + 1, first + num):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                return int(first)
+        first = 10_000 + secrets.randbelow(20_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + num):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
     raise RuntimeError(f"no {num} free ports in a row")
 
 

@@ -2,6 +2,8 @@
 and buckets keep their laws."""
 
 import os
+import socket
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from fastdeploy_rl.transport import outgoing, wire
 from fastdeploy_rl.transport.address import Address, parse_address
 from fastdeploy_rl.transport.base import Run
 from fastdeploy_rl.transport.buckets import Bucket, Piece, buckets, part, spans
+from fastdeploy_rl.transport.link import Link
 from fastdeploy_rl.transport.outgoing import Outgoing
 from fastdeploy_rl.transport.secret import read_secret
 
@@ -346,3 +349,13 @@ def test_what_is_not_sent_to_its_end_is_looked_at_by_nobody(
     memory.close()
     with pytest.raises(ValueError, match="released"):
         len(kept[-1][0])
+
+
+def test_a_connection_to_oneself_is_none() -> None:
+    """As where nobody listens at a port that the system gives to whoever connects."""
+    own = socket.socket()
+    own.bind(("127.0.0.1", 0))
+    link = Link(own)
+    with pytest.raises(ConnectionRefusedError, match="nobody listens"):
+        link.connect(own.getsockname(), time.monotonic_ns() + 5_000_000_000)
+    link.close()

@@ -112,6 +112,10 @@ class ModelGroup:
         for member in self._members:
             member.runner.drain(deadline_ns)
 
+    @property
+    def is_computing(self) -> bool:
+        return any(member.runner.is_computing for member in self._members)
+
     def num_requests(self, *, begun: bool = False) -> int:
         """The sum: a member that keeps no account of requests has none."""
         return sum(member.runner.num_requests(begun=begun) for member in self._members)

@@ -49,6 +49,11 @@ class ModelRunner(Protocol):
         on afterwards."""
         ...
 
+    @property
+    def is_computing(self) -> bool:
+        """Forward passes follow one another, on this rank, just now; from any thread."""
+        ...
+
     def num_requests(self, *, begun: bool = False) -> int:
         """Requests that have not ended; `begun`: without those that have neither tokens nor KV of their own yet. 0 on
         ranks that keep no account of requests."""

@@ -4,7 +4,8 @@ Owns the translation of a `PlannedRegion` into the native core's `Region`, and t
 when it happens and what follows from the sums. Invariant: the sums cover exactly the planned regions, each once.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastdeploy_rl._native import Mapping, Place, Region, transfer
@@ -12,6 +13,7 @@ from fastdeploy_rl.checksum import ZERO, Fletcher4, add
 from fastdeploy_rl.manifest import Manifest
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.plan import PlannedParameter, PlannedRegion, RegionKind
+from fastdeploy_rl.update.pace import Pace, in_pieces
 
 
 class Sums(NamedTuple):
@@ -27,14 +29,23 @@ def transfer_arriving(
     segments: Sequence[Mapping],
     homes: dict[str, TensorView],
     num_threads: int,
+    pace: Pace | None = None,
 ) -> Sums:
-    """`transfer_planned` of each batch as soon as it is there; no parameter may come twice."""
+    """`transfer_planned` of each batch as soon as it is there, at that pace; no parameter may come twice."""
     sums, totals = Sums({}, {}), _totals(manifest)
-    for planned in batches:
+    for planned in _pieces(batches):
+        begun = time.monotonic()
         found = _transferred(planned, totals, segments, homes, num_threads)
+        if pace is not None:
+            pace.rest(time.monotonic() - begun)
         sums.live.update(found.live)
         sums.read.update((name, add(sums.read.get(name, ZERO), read)) for name, read in found.read.items())
     return sums
+
+
+def _pieces(batches: Iterable[Sequence[PlannedParameter]]) -> Iterator[Sequence[PlannedParameter]]:
+    for batch in batches:
+        yield from in_pieces(batch, lambda parameter: parameter.num_bytes)
 
 
 def copy_arriving(

@@ -39,6 +39,7 @@ from fastdeploy_rl.sources.base import (
 from fastdeploy_rl.update.apply_choice import NOT_CHOSEN, ApplyChoice, CopySpeed, choose
 from fastdeploy_rl.update.apply_facts import TimedArrivals, Weighed
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
+from fastdeploy_rl.update.pace import Pace
 from fastdeploy_rl.update.placement import arena_bytes, copied_parameters, placed
 from fastdeploy_rl.update.planned_transfer import Sums, copy_arriving, transfer_arriving, transfer_planned
 from fastdeploy_rl.update.way_back import FormerVersion, KeptBytes, NoWayBack, WayBack, restore
@@ -243,7 +244,7 @@ def _prepare_way_back(update: RankUpdate) -> None:
             return
         _release_way_back(update)
     update.way_back = kept = KeptBytes.take(old, update.arenas, reason)
-    kept.save(old, update.num_staging_threads)
+    kept.save(old, update.num_staging_threads, _pace(update))
 
 
 def _lease_former_version(update: RankUpdate, old: LiveWeights) -> str:
@@ -295,10 +296,15 @@ def _why_not_aliased(update: RankUpdate, plan: Plan, may_alias: bool) -> dict[st
 def _receive(update: RankUpdate, homes: dict[str, TensorView]) -> Sums:
     staged, manifest = _known(update.staged), _known(update.resolved).manifest
     arrivals = TimedArrivals(readable(staged, staged.arrivals(deadline_ns=update.deadline_ns)))
-    started = time.monotonic()
-    sums = transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_staging_threads)
-    update.copy_speed.note(_known(update.plan).read_bytes, time.monotonic() - started - arrivals.seconds)
+    started, pace = time.monotonic(), _pace(update)
+    sums = transfer_arriving(arrivals, manifest, staged.segments, homes, update.num_staging_threads, pace)
+    worked_s = time.monotonic() - started - arrivals.seconds - pace.rested_s
+    update.copy_speed.note(_known(update.plan).read_bytes, worked_s)
     return sums
+
+
+def _pace(update: RankUpdate) -> Pace:
+    return Pace(lambda: update.runner.is_computing, update.deadline_ns)
 
 
 def _receive_unchecked(update: RankUpdate, homes: dict[str, TensorView]) -> None:

@@ -5,6 +5,7 @@ Owns what is held for that between `stage` and the end of the update. Refuses to
 Invariant: `restore` returns only when live memory, read back, sums up to what the old version's receipt says. A rebind
 needs none of this: there the old weights stay where they are."""
 
+import time
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -16,6 +17,7 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
 from fastdeploy_rl.sources.base import NOT_IMMUTABLE, ResolvedPublication, StagedSource, WeightSource, readable
 from fastdeploy_rl.update.live_weights import LiveWeights, check_sums, live_checksums
+from fastdeploy_rl.update.pace import Pace, in_pieces
 from fastdeploy_rl.update.packing import copies, packed_bytes, packed_views
 from fastdeploy_rl.update.planned_transfer import Sums, transfer_arriving, transfer_planned
 
@@ -58,8 +60,11 @@ class KeptBytes:
         arena = arenas.acquire(packed_bytes([view.num_bytes for view in old.views.values()]))
         return cls(arenas, arena, packed_views(old.views, arena), reason)
 
-    def save(self, old: LiveWeights, num_threads: int) -> None:
-        transfer(copies(old.views, self.views), num_threads)
+    def save(self, old: LiveWeights, num_threads: int, pace: Pace) -> None:
+        for names in in_pieces(old.views, lambda name: old.views[name].num_bytes):
+            begun = time.monotonic()
+            transfer(copies({name: old.views[name] for name in names}, self.views), num_threads)
+            pace.rest(time.monotonic() - begun)
 
     @property
     def num_bytes(self) -> int:

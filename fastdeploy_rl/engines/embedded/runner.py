@@ -7,6 +7,7 @@ with other memory than is bound.
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,10 @@ from fastdeploy_rl.memory import paddle_view
 from fastdeploy_rl.memory.tensor_view import TensorView
 
 Floats = npt.NDArray[np.float32]
+
+
+_PAUSE_S = 0.5
+"""So long after a forward pass it counts as one that others follow: longer than a step of many requests."""
 
 
 class EmbeddedRunner:
@@ -84,6 +89,7 @@ class EmbeddedRunner:
         self._graphs: GraphPool[StepInputs, Floats] = GraphPool(self._capture, sizes)
         self._bound: dict[str, TensorView] = {}
         self._version = ""
+        self._computed_s = -_PAUSE_S
 
     # --- what the weight manager needs ------------------------------------------------------------------------
 
@@ -126,6 +132,10 @@ class EmbeddedRunner:
 
     def drain(self, deadline_ns: int) -> None:
         """Nothing to wait for: calls come between two steps."""
+
+    @property
+    def is_computing(self) -> bool:
+        return time.monotonic() - self._computed_s < _PAUSE_S
 
     def num_requests(self, *, begun: bool = False) -> int:
         return 0 if self._scheduler is None else self._scheduler.num_requests(begun=begun)
@@ -189,6 +199,12 @@ class EmbeddedRunner:
     def execute(self, step: Step) -> Floats:
         """One forward pass; every rank passes the same step. Logits of the slices that want them: [slices, vocab]
         float32. StaleGraphError for a decode step whose graph holds other memory than is bound."""
+        try:
+            return self._computed(step)
+        finally:
+            self._computed_s = time.monotonic()
+
+    def _computed(self, step: Step) -> Floats:
         num_decoding = _num_decoding(step)
         if self._graphs.has_graph(num_decoding):
             self._graphs.check_valid()

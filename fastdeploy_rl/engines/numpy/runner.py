@@ -110,6 +110,10 @@ class NumpyRunner:
     def drain(self, deadline_ns: int) -> None:
         self._note("drain")
 
+    @property
+    def is_computing(self) -> bool:
+        return self.num_running > 0
+
     def num_requests(self, *, begun: bool = False) -> int:
         return self.num_running
 

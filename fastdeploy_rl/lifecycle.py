@@ -345,7 +345,7 @@ def _why_paused(lifecycle: Lifecycle) -> str:
     if lifecycle.weight is Residency.DROPPED:
         return "the engine is cleared: its weights are not loaded; update it"
     if set(lifecycle.residencies) == {Residency.RESIDENT}:
-        return "the engine is paused"
+        return "the engine is paused; resume it"
     return "the engine is asleep: part of its memory is given away"
 
 

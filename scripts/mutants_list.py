@@ -180,7 +180,7 @@ MUTANTS = (
         "nothing_saved",
         "old bytes are saved while the engine serves, before a byte is overwritten",
         _STEPS,
-        "kept.save(old, update.num_staging_threads)",
+        "kept.save(old, update.num_staging_threads, _pace(update))",
         "pass",
         f"{_ANY_STEP}[copy-updated-keep]",
     ),

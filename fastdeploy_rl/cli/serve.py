@@ -91,7 +91,8 @@ def add_parser(verbs: Verbs) -> None:
         "--apply-mode",
         choices=APPLY_MODES,
         default=AUTO,
-        help="alias published memory, copy it, or alias what can be and copy the rest (auto, the default)",
+        help="use published memory in place (alias), and refuse where that cannot be (alias-strict), copy into the "
+        "parameters' own memory (copy), or what is expected to stall decoding least (auto, the default)",
     )
     parser.add_argument(
         "--rollback",

@@ -11,11 +11,12 @@ from html import escape
 from typing import Any, NamedTuple
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 
 from fastdeploy_rl.control.api_key import OPEN_PATHS
 from fastdeploy_rl.control.http_messages import json_answer
 from fastdeploy_rl.control.openai_format import Json
+from fastdeploy_rl.errors import RequestError
 
 TITLE, VERSION = "fastdeploy_rl", "1"
 Handler = Callable[..., Awaitable[Response]]
@@ -65,6 +66,10 @@ class RouteSpec(NamedTuple):
     query: tuple[Query, ...] = ()
 
 
+OWN_ROUTES = "/v1/weights"
+"""What begins so is ours alone: nobody sends a parameter there that another server knows."""
+
+
 class ApiRoutes:
     """Adds routes to an application, and remembers what was said about them."""
 
@@ -81,11 +86,24 @@ class ApiRoutes:
 
     def _add(self, spec: RouteSpec) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
-            self._app.add_api_route(spec.path, handler, methods=[spec.method], name=spec.summary)
+            checks = [Depends(_query_check(spec))] if spec.path.startswith(OWN_ROUTES) else []
+            self._app.add_api_route(spec.path, handler, methods=[spec.method], name=spec.summary, dependencies=checks)
             self.specs.append(spec)
             return handler
 
         return add
+
+
+def _query_check(spec: RouteSpec) -> Callable[[Request], None]:
+    known = {query.name for query in spec.query}
+
+    def check(request: Request) -> None:
+        """What is said where nobody reads it must not be lost: a command would do more than was meant."""
+        if unknown := sorted(request.query_params.keys() - known):
+            hint = "; say it in the body, as JSON" if spec.takes is not None else ""
+            raise RequestError(f"{spec.path} takes no query parameter `{unknown[0]:.40}`{hint}")
+
+    return check
 
 
 def add_page_routes(routes: ApiRoutes, *, wants_key: bool) -> None:

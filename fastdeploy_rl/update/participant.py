@@ -149,7 +149,7 @@ class Participant:
     def _refuse(self, awaited: _Handover, num_left: int, is_decoding: bool) -> None:
         error: FastDeployRLError = DeadlineExceededError(
             f"{num_left} requests in flight did not come to their end in time; nothing changed, and they go on: "
-            "wait longer, or keep or abort them"
+            "give a longer deadline, or keep or abort them (mode, on_timeout)"
         )
         if not is_decoding:
             error = LifecycleError(

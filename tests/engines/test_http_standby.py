@@ -328,3 +328,10 @@ def test_what_goes_wrong_in_a_command_is_fastdeploys_500(engine: Engine, error: 
     assert (answer.status_code, answer.json()["status"]) == (500, "error")
     assert answer.json()["error_message"].endswith(str(error))
     assert not engine.is_paused
+
+
+@pytest.mark.parametrize("command", ["pause", "sleep", "wake", "update", "clear", "resume"])
+def test_what_is_said_in_the_query_of_our_own_routes_is_refused_and_not_overheard(engine: Engine, command: str) -> None:
+    answer = engine.ask("POST", f"/v1/weights/{command}?mode=keep")
+    assert (answer.status_code, engine.board.calls) == (400, [])
+    assert "takes no query parameter `mode`; say it in the body" in answer.json()["error"]["message"]

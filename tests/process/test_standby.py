@@ -57,7 +57,7 @@ def test_a_paused_engine_refuses_with_the_reason_until_it_is_resumed(scene):
     report = client.pause()
     assert (report.kind, report.outcome, len(report.ranks)) == ("pause", "done", 2)
     status = client.status()
-    assert (status.is_serving, status.is_paused, status.reason) == (False, True, "the engine is paused")
+    assert (status.is_serving, status.is_paused, status.reason) == (False, True, "the engine is paused; resume it")
     assert status.residency == RESIDENT
     assert status.legacy_status == "NORMAL"
     assert status.version

@@ -15,6 +15,9 @@ _REST = 2.0
 """Seconds of rest for one of work: of what decoding does alone it then does three quarters, as measured where both
 cores and the memory are shared."""
 
+_LEAST_S = 0.005
+"""Less work than this is not worth a rest."""
+
 _Item = TypeVar("_Item")
 
 
@@ -25,14 +28,20 @@ class Pace:
         self._is_computing = is_computing
         now_ns = time.monotonic_ns()
         self._last_ns = now_ns + max(0, deadline_ns - now_ns) // 2
+        self._worked_s = 0.0
         self.rested_s = 0.0
 
     def rest(self, worked_s: float) -> None:
         """After a piece of work that took so long."""
         if not self._is_computing() or time.monotonic_ns() >= self._last_ns:
+            self._worked_s = 0.0
+            return
+        self._worked_s += worked_s
+        if self._worked_s < _LEAST_S:
             return
         begun = time.monotonic()
-        time.sleep(worked_s * _REST)
+        time.sleep(self._worked_s * _REST)
+        self._worked_s = 0.0
         self.rested_s += time.monotonic() - begun
 
 

@@ -53,7 +53,10 @@ SPOKEN = {
     ("board/store_rendezvous.py", "threading.Lock()"): HELD_BRIEFLY,
     ("board/store_rendezvous.py", "time.sleep(min(POLL_S, remaining_s))"): IN_A_LOOP,
     ("cli/snapshot.py", "time.sleep(_LOOK_EVERY_S)"): "--follow: as long as its user lets it",
-    ("update/pace.py", "time.sleep(worked_s * _REST)"): "as long as a piece of work before it, in the command's time",
+    (
+        "update/pace.py",
+        "time.sleep(self._worked_s * _REST)",
+    ): "as long as a piece of work before it, in the command's time",
     ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
     ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,
     ("engines/embedded/graph_pool.py", "threading.Lock()"): HELD_BRIEFLY,

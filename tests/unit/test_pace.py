@@ -30,3 +30,21 @@ def test_nobody_rests_when_half_of_the_time_is_over() -> None:
     pace = Pace(lambda: True, time.monotonic_ns())
     pace.rest(0.01)
     assert pace.rested_s == 0
+
+
+def test_little_work_is_rested_from_when_it_has_become_enough() -> None:
+    pace = Pace(lambda: True, time.monotonic_ns() + 60 * SECOND_NS)
+    for _ in range(4):
+        pace.rest(0.001)
+    assert pace.rested_s == 0
+    pace.rest(0.001)
+    assert pace.rested_s > 0.005
+
+
+def test_what_was_done_while_nothing_was_computed_is_not_rested_from_later() -> None:
+    is_computing = False
+    pace = Pace(lambda: is_computing, time.monotonic_ns() + 60 * SECOND_NS)
+    pace.rest(600.0)
+    is_computing = True
+    pace.rest(0.001)
+    assert pace.rested_s == 0

@@ -39,8 +39,9 @@ class Pace:
         self._worked_s += worked_s
         if self._worked_s < _LEAST_S:
             return
+        left_s = max(0, self._last_ns - time.monotonic_ns()) / 1e9
         begun = time.monotonic()
-        time.sleep(self._worked_s * _REST)
+        time.sleep(min(self._worked_s * _REST, left_s))
         self._worked_s = 0.0
         self.rested_s += time.monotonic() - begun
 

@@ -55,7 +55,7 @@ SPOKEN = {
     ("cli/snapshot.py", "time.sleep(_LOOK_EVERY_S)"): "--follow: as long as its user lets it",
     (
         "update/pace.py",
-        "time.sleep(self._worked_s * _REST)",
+        "time.sleep(min(self._worked_s * _REST, left_s))",
     ): "as long as a piece of work before it, in the command's time",
     ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
     ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,

@@ -48,3 +48,10 @@ def test_what_was_done_while_nothing_was_computed_is_not_rested_from_later() -> 
     is_computing = True
     pace.rest(0.001)
     assert pace.rested_s == 0
+
+
+def test_a_rest_ends_when_half_of_the_time_is_over() -> None:
+    begun = time.monotonic_ns()
+    pace = Pace(lambda: True, begun + SECOND_NS // 5)
+    pace.rest(3600.0)
+    assert 0 < pace.rested_s < 3600

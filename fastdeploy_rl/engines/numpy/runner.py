@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fastdeploy_rl._native import Mapping as MemoryMapping
 from fastdeploy_rl.coverage import Coverage, ParameterSpec
 from fastdeploy_rl.dtypes import itemsize, numpy_dtype
+from fastdeploy_rl.engines.embedded.graph_pool import MAX_SETS
 from fastdeploy_rl.errors import NotServingError
 from fastdeploy_rl.memory.tensor_view import TensorView
 
@@ -24,8 +25,6 @@ _ALIGNMENT = 64
 _MAX_CALLS = 100
 NUM_GRAPHS = 2
 """That a recapture captures where addresses are new."""
-_MAX_LEDGERS = 6
-"""As the embedded engine's graph_pool.MAX_SETS."""
 
 Ledger = frozenset[tuple[str, int]]
 """Where each parameter lies."""
@@ -142,7 +141,7 @@ class NumpyRunner:
             return 0
         ledger = _ledger(self._bound)
         is_known = ledger in self._captured
-        self._captured = [*(known for known in self._captured if known != ledger), ledger][-_MAX_LEDGERS:]
+        self._captured = [*(known for known in self._captured if known != ledger), ledger][-MAX_SETS:]
         count = 0 if is_known else NUM_GRAPHS
         self.num_captured += count
         return count

@@ -86,6 +86,14 @@ class ModelGroup:
                 member.runner.bind(shares[member.namespace])
             going_back.pop_all()
 
+    @property
+    def fills_parameters(self) -> bool:
+        return any(member.runner.fills_parameters for member in self._updated)
+
+    def verify_bound(self) -> None:
+        for member in self._updated:
+            member.runner.verify_bound()
+
     def unbind(self) -> None:
         for member in self._updated:
             member.runner.unbind()

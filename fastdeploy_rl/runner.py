@@ -35,9 +35,20 @@ class ModelRunner(Protocol):
         ...
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
-        """Rebinds every updated parameter to the given memory (a rebind, never a
-        copy); ties follow, derived tensors are recomputed in place. The runner keeps
+        """Rebinds every updated parameter to the given memory (a rebind, not a copy,
+        unless `fills_parameters`); ties follow, derived tensors are recomputed in place. The runner keeps
         the views, and so their mappings, until the next `bind` or `unbind`."""
+        ...
+
+    @property
+    def fills_parameters(self) -> bool:
+        """`bind` copies the views' bytes into parameters that lie elsewhere, as on a device; whoever changes the bytes
+        of a view binds it again."""
+        ...
+
+    def verify_bound(self) -> None:
+        """ChecksumMismatchError, naming a parameter, where what it holds is not what its view holds; there is nothing
+        to compare where parameters lie in their views."""
         ...
 
     def unbind(self) -> None:

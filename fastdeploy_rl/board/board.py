@@ -15,7 +15,14 @@ from typing import NamedTuple, TypeVar
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
-from fastdeploy_rl.board.legacy import create_words, unlink_words
+from fastdeploy_rl.board.legacy import (
+    WEIGHTS_WORD,
+    WORDS,
+    adopt_word,
+    create_words,
+    unlink_links,
+    unlink_words,
+)
 from fastdeploy_rl.command_options import tags_in
 from fastdeploy_rl.config import Deadlines, runtime_dir
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, EngineNotFoundError, SegmentError
@@ -75,6 +82,9 @@ class Board:
     def __init__(self, port: int, segment: SharedSegment, lock: OwnerLock | None) -> None:
         self.port = port
         self.num_ranks = _native.load_u64(segment.mapping, layout.NUM_RANKS_OFFSET)
+        self.words: tuple[str, ...] = WORDS
+        """Those of FastDeploy's status words that tell of this engine: all, or where the words are FastDeploy's own the
+        one of the weights."""
         self.reclaimed: Leftovers | None = None
         """Owner: what `create` removed first, for whoever tells the operator."""
         self._segment = segment
@@ -86,10 +96,11 @@ class Board:
     # --- life --------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, port: int, *, num_ranks: int, history: Path | None = None) -> "Board":
+    def create(cls, port: int, *, num_ranks: int, history: Path | None = None, adopts_words: bool = False) -> "Board":
         """Owner: board, words, run directory and owner lock of a new engine; what a dead engine left at this port is
         reclaimed, which is logged and stands in `reclaimed`. `history`: a file that outlives the engine; without one
-        its history goes with the run directory.
+        its history goes with the run directory. `adopts_words`: the words are FastDeploy's, which has made them and
+        takes them away.
 
         ConfigurationError when a live engine has the port; then nothing of it was touched."""
         if not 0 < num_ranks <= layout.MAX_RANKS:
@@ -99,16 +110,17 @@ class Board:
         dead = owner_of(owner_lock_path(run_dir))
         lock = _lock_port(port, run_dir)
         try:
-            names = remove_leftovers(port)
+            names = remove_leftovers(port, keeps_words=adopts_words)
             _make_run_dir(run_dir, history)
-            create_words(port)
+            adopt_word(WEIGHTS_WORD, port) if adopts_words else create_words(port)
             segment = SharedSegment.create(board_name(port), layout.board_bytes(num_ranks))
             _write_header(segment.mapping, port, num_ranks, run_dir)
             board = cls(port, segment, lock)
+            board.words = (WEIGHTS_WORD,) if adopts_words else WORDS
             board.reclaimed = _reclaimed(port, dead, names)
             return board
         except BaseException:
-            remove_leftovers(port)
+            remove_leftovers(port, keeps_words=adopts_words)
             lock.release()
             raise
 
@@ -142,10 +154,10 @@ class Board:
         return self._lock is not None or is_alive(owner_lock_path(self.run_dir))
 
     def close(self) -> None:
-        """Detaches; the owner also removes board, words and run directory."""
+        """Detaches; the owner also removes board, words that it made, and run directory."""
         self._segment.close()
         if self._lock is not None:
-            remove_leftovers(self.port)
+            remove_leftovers(self.port, keeps_words=self.words != WORDS)
             self._lock.release()
 
     # --- records -----------------------------------------------------------------------------------
@@ -344,11 +356,11 @@ def _attempts(deadline_ns: int) -> Iterator[int]:
         attempt += 1
 
 
-def remove_leftovers(port: int) -> list[str]:
-    """Removes board, words and run directory at `port`; returns the names of the segments that were there. Only for
-    whoever holds the port's owner lock."""
+def remove_leftovers(port: int, *, keeps_words: bool = False) -> list[str]:
+    """Removes board, words (not `keeps_words`: they are another program's) and run directory at `port`; returns the
+    names of the segments that were there. Only for whoever holds the port's owner lock."""
     names = [board_name(port)] if unlink_segment(board_name(port)) else []
-    names += unlink_words(port)
+    names += unlink_links(port) if keeps_words else unlink_words(port)
     shutil.rmtree(engine_dir(port), ignore_errors=True)
     return names
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 from fastdeploy_rl.errors import SegmentError
 
 MAGIC = int.from_bytes(b"FDRLBRD1", "little")
-ABI = 5
+ABI = 6
 MAX_RANKS = 16
 NUM_REQUEST_SLOTS = 16
 RECORD_BYTES = 0x1000
@@ -53,6 +53,8 @@ STATUS_OFFSET = 0x1000
 COMMAND_OFFSET = 0x2000
 INSTALL_DECISION_OFFSET = 0x2800
 COMMIT_DECISION_OFFSET = 0x2808
+CALL_OFFSET = 0x2C00
+"""Where ranks have no collectives of ours to tell each other what to run: a CallRecord, which rank 0 alone writes."""
 REQUESTS_OFFSET = 0x3000
 REQUEST_IN_SLOT = 0x8
 FATE_IN_SLOT = 0x200
@@ -193,6 +195,18 @@ class CommandRecord(NamedTuple):
     options: int = 0
 
 
+class CallRecord(NamedTuple):
+    """Rank 0's word to the others: `sequence` grows by one with each; `number`: the command whose stalled part is to be
+    run, 0 to go on with the engine's loop; `round`: of the loop, at which they are to listen, 0 for those who listen
+    already; `error` and `reason`: of what they listened for, where that was refused."""
+
+    sequence: int
+    number: int
+    round: int
+    error: str = ""
+    reason: str = ""
+
+
 class RequestRecord(NamedTuple):
     """`version` is empty for "the newest"; `is_forced` allows a version that goes back; `options`: CommandOptions,
     encoded."""
@@ -229,6 +243,7 @@ class RankRecord(NamedTuple):
 _FORMATS: dict[type, str] = {
     StatusRecord: "16s16s64s64s64s32sqqqqQQ1024s16s16s16sQQq16sQ64s",
     CommandRecord: "QQQQq64sQ",
+    CallRecord: "QQQ64s256s",
     RequestRecord: "QQQq64sQ",
     OutcomeRecord: "QQ64s2048s",
     RankRecord: "QQQQq16s64s64s2048s",

@@ -46,10 +46,28 @@ def create_words(port: int) -> None:
         os.link(f"{SHM_DIR}/{word_name(word, port)}", f"{SHM_DIR}/{_link_name(word, port)}")
 
 
+def adopt_word(word: str, port: int) -> None:
+    """A word that another program made and owns gets its second link. EngineNotFoundError where it is not there."""
+    link = f"{SHM_DIR}/{_link_name(word, port)}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(link)
+    try:
+        os.link(f"{SHM_DIR}/{word_name(word, port)}", link)
+    except OSError as error:
+        raise EngineNotFoundError(
+            f"no engine made the status word {word_name(word, port)}: {error.strerror}"
+        ) from error
+
+
 def unlink_words(port: int) -> list[str]:
     """Removes names and second links, also where somebody died between two of them; returns those that were there."""
-    kinds = (word_name, _link_name, _fresh_name)
-    names = [name(word, port) for word in WORDS for name in kinds]
+    names = [word_name(word, port) for word in WORDS]
+    return [name for name in names if unlink_segment(name)] + unlink_links(port)
+
+
+def unlink_links(port: int) -> list[str]:
+    """As `unlink_words`, of the second links alone: the words are another program's."""
+    names = [name(word, port) for word in WORDS for name in (_link_name, _fresh_name)]
     return [name for name in names if unlink_segment(name)]
 
 

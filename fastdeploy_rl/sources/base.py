@@ -28,7 +28,8 @@ class SourceConfig:
 
     `channel`: the directory of `ipc` and `ipc_snapshot`, and where `rsync` looks for a server on this machine.
     `model_dir`: where FastDeploy's trainers leave `version.yaml` and their own files; None: nowhere. `parameters`: the
-    engine's, global shapes. `rsync_config`: the JSON text of `--rsync-config`, empty where none was given."""
+    engine's, global shapes. `rsync_config`: the JSON text of `--rsync-config`, empty where none was given. `metas_dir`:
+    where FastDeploy's trainers leave `ipc_metas_{gpu}` and what they share; None: nowhere."""
 
     channel: Path
     model_dir: Path | None = None
@@ -37,6 +38,7 @@ class SourceConfig:
     parameters: tuple[ParameterSpec, ...] = ()
     num_threads: int = 1
     rsync_config: str = ""
+    metas_dir: Path | None = None
 
 
 class ResolvedPublication(NamedTuple):

@@ -66,7 +66,7 @@ class Weighed:
     def _overwritten_bytes(self) -> int:
         """Of parameters that all lie in memory of the engine's own; else 0."""
         old = self.old
-        if old is None or old.staged is not None:
+        if old is None or old.staged is not None or self.runner.fills_parameters:
             return 0
         views = [view for view in old.views.values() if view.num_bytes]
         return sum(view.num_bytes for view in views) if all(view.mapping.is_writable for view in views) else 0

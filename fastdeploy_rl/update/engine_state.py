@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, WEIGHTS_WORD, StatusWord
+from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
 from fastdeploy_rl.command_options import CommandOptions, bits_of, tags_in
 from fastdeploy_rl.config import DROP_LEVEL
 from fastdeploy_rl.lifecycle import (
@@ -50,7 +50,7 @@ class EngineState:
         self._board = board
         self._lock = threading.RLock()
         self._weights_word = StatusWord(WEIGHTS_WORD, board.port)
-        self._other_words = [StatusWord(word, board.port) for word in (KV_CACHE_WORD, PREFIX_TREE_WORD)]
+        self._other_words = [StatusWord(word, board.port) for word in board.words if word != WEIGHTS_WORD]
         self._shown: LegacyStatus | None = LegacyStatus.NORMAL
         """What we left in the word; None where a foreign process has stored since, and what stands there is its."""
         self._pending: LegacyCommand | None = None

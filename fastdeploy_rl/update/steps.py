@@ -110,7 +110,7 @@ class RankUpdate:
 
     @property
     def copies_in_place(self) -> bool:
-        return self.way == COPY and self.old is not None
+        return self.way == COPY and self.old is not None and not self.runner.fills_parameters
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,8 @@ def verify(update: RankUpdate) -> int:
 
 
 def check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
-    """StepFailedError where the runner's parameters lie elsewhere than the version's."""
+    """StepFailedError where the runner's parameters lie elsewhere than the version's, ChecksumMismatchError where they
+    hold other bytes."""
     bound = runner.bound()
     astray = [name for name, view in weights.views.items() if name not in bound or not view.same_place(bound[name])]
     if astray or len(bound) != len(weights.views):
@@ -401,6 +402,7 @@ def check_bound(runner: ModelRunner, weights: LiveWeights) -> None:
             f"rank {runner.rank}: {len(astray)} parameters are not bound to version {weights.version}, "
             f"first {astray[:1]}"
         )
+    runner.verify_bound()
 
 
 # --- rebuild_kv_cache, recapture_graphs: what the engine derived from the old weights --------------

@@ -397,6 +397,7 @@ class RecomputeCommand(PlainCommand):
     def stall(self) -> None:
         live, runner = _live(self._state), self._state.runner
         started = time.monotonic()
+        runner.verify_bound()
         found = live_checksums(dict(runner.bound()), self._state.num_threads)
         self._receipt = rank_receipt(runner.rank, live, found)
         self._note("recompute", started, sum(view.num_bytes for view in live.views.values()))

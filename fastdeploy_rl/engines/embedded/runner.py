@@ -125,6 +125,11 @@ class EmbeddedRunner:
         finally:
             self._note_addresses()
 
+    fills_parameters = False
+
+    def verify_bound(self) -> None:
+        """Parameters lie in their views."""
+
     def unbind(self) -> None:
         self._model.unbind()
         self._bound = {}

@@ -102,6 +102,11 @@ class NumpyRunner:
         self._note("bind")
         self._bound = dict(views)
 
+    fills_parameters = False
+
+    def verify_bound(self) -> None:
+        """Parameters lie in their views."""
+
     def unbind(self) -> None:
         self._note("unbind")
         self._bound = {}

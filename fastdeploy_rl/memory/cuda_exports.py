@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.errors import ConfigurationError, CudaError, SegmentError, StaleMemoryError
@@ -24,6 +22,9 @@ from fastdeploy_rl.memory.cuda_record import CudaRecord, driver_errors, open_dev
 from fastdeploy_rl.memory.cuda_tensor import borrow_cuda
 from fastdeploy_rl.memory.export_table import ExportTable, exporter_lock, new_token, remove_leftovers
 from fastdeploy_rl.memory.private_directory import open_private_directory
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _BLOCK_BYTES = 2 << 20
 """The driver cuts smaller allocations out of blocks of this size, and a handle then gives away the whole block (CUDA C
@@ -72,12 +73,12 @@ class CudaAllocation:
         is exported at the first call only."""
         return self._exporter.export(self.address + offset, self.num_bytes - offset if num_bytes is None else num_bytes)
 
-    def write(self, source: Buffer, offset: int = 0) -> None:
+    def write(self, source: "Buffer", offset: int = 0) -> None:
         """Host memory into the device's; done when it returns."""
         with driver_errors("copy to the device"):
             self._live_memory.write(offset, source)
 
-    def read(self, target: Buffer, offset: int = 0) -> None:
+    def read(self, target: "Buffer", offset: int = 0) -> None:
         """Device memory into the host's; done when it returns."""
         with driver_errors("copy from the device"):
             self._live_memory.read(offset, target)

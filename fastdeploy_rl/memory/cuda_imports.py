@@ -11,9 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.errors import ConfigurationError, CudaError, SegmentError, StaleMemoryError
@@ -21,6 +19,9 @@ from fastdeploy_rl.memory.cuda_devices import CudaDevice
 from fastdeploy_rl.memory.cuda_record import CudaRecord, driver_errors, open_device, this_process
 from fastdeploy_rl.memory.export_table import ExportTable, importer_lock, new_token, remove_leftovers
 from fastdeploy_rl.memory.private_directory import open_private_directory
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class _Key(NamedTuple):
@@ -72,7 +73,7 @@ class CudaImport:
         (by a framework that owned it): do not touch it then, only `release` it."""
         self._opened.table.check(self._opened.row, self._opened.nonce)
 
-    def read(self, target: Buffer, offset: int = 0) -> None:
+    def read(self, target: "Buffer", offset: int = 0) -> None:
         """Device memory into the host's; done when it returns. ValueError outside the allocation."""
         with driver_errors("copy from the device"):
             self._memory.read(self._offset + offset, target)

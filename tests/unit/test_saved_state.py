@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save as save_safetensors
 
 from fastdeploy_rl.errors import CheckpointError
-from fastdeploy_rl.memory import saved_state
+from fastdeploy_rl.memory import inert_pickle, saved_state
 from fastdeploy_rl.memory.saved_state import (
     NAME_TABLE,
     SavedArray,
@@ -118,7 +118,7 @@ def test_a_safetensors_file_is_told_apart_although_it_begins_alike() -> None:
     assert is_saved_state(saved(2)[:9])
     assert is_saved_state(b"".join(map(bytes, write_saved_state({})))[:9])
     lookalike = struct.pack("<Q", 0x0480) + b"{"
-    assert saved_state._is_pickle(lookalike)
+    assert inert_pickle.is_pickle(lookalike)
     assert not is_saved_state(lookalike)
     assert not is_saved_state(save_safetensors({"w": np.zeros(3)})[:9])
     assert not is_saved_state(b"")
@@ -216,13 +216,13 @@ def test_the_reader_has_no_opcode_that_a_real_state_dict_does_not_need() -> None
         for protocol in (2, 3, 4, 5)
         for op, _, _ in pickletools.genops(saved(protocol, ARRAYS | {"big": np.zeros(70_000)}))
     }
-    read = set(saved_state._OPCODES) | {"\x80", "."}
+    read = set(saved_state._Reader.OPCODES) | {"\x80", "."}
     assert used <= read
     # One more than a test can have: bytes of 4 GiB, texts of 4 GiB, a list of one, and what is left of Python 2.
     assert read - used <= {"\x8e", "\x8d", "]", "a", "e", "s", "r", "j", "\x8a", "M", "c", "q", "h", "B"}
 
 
-OTHERS = [op for op in pickletools.opcodes if op.code not in saved_state._OPCODES and op.code not in "\x80."]
+OTHERS = [op for op in pickletools.opcodes if op.code not in saved_state._Reader.OPCODES and op.code not in "\x80."]
 
 
 @pytest.mark.parametrize("op", OTHERS, ids=lambda op: op.name)
@@ -336,7 +336,7 @@ def test_the_same_bytes_are_not_taken_for_two_tensors() -> None:
     ],
 )
 def test_how_much_a_file_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str, bomb: bytes) -> None:
-    monkeypatch.setattr(saved_state, bound, 100)
+    monkeypatch.setattr(inert_pickle, bound, 100)
     refused(PROTO + bomb, "more than 100")
 
 

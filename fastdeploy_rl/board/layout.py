@@ -55,6 +55,8 @@ INSTALL_DECISION_OFFSET = 0x2800
 COMMIT_DECISION_OFFSET = 0x2808
 CALL_OFFSET = 0x2C00
 """Where ranks have no collectives of ours to tell each other what to run: a CallRecord, which rank 0 alone writes."""
+MEETINGS_OFFSET = 0x2F00
+"""u64, one for each rank, which that rank alone writes: the last meeting between calls of rank 0 that it came to."""
 REQUESTS_OFFSET = 0x3000
 REQUEST_IN_SLOT = 0x8
 FATE_IN_SLOT = 0x200
@@ -71,6 +73,10 @@ def board_bytes(num_ranks: int) -> int:
 
 def request_offset(slot: int) -> int:
     return REQUESTS_OFFSET + slot * RECORD_BYTES
+
+
+def meeting_offset(rank: int) -> int:
+    return MEETINGS_OFFSET + rank * 8
 
 
 def rank_offset(rank: int) -> int:

@@ -54,6 +54,7 @@ _AREAS = {
     "INSTALL_DECISION_OFFSET": ("u64: the decision `install`", "whoever decides first, once a command"),
     "COMMIT_DECISION_OFFSET": ("u64: the decision `commit`", "whoever decides first, once a command"),
     "CALL_OFFSET": ("CallRecord: what ranks without collectives of ours run next", "rank 0"),
+    "MEETINGS_OFFSET": ("u64 for each rank: the last meeting between such calls that it came to", "that rank"),
     "REQUESTS_OFFSET": ("request slots, one behind the other", "a client each, and rank 0 the outcome"),
     "RANKS_OFFSET": ("one RankRecord a rank, one behind the other", "that rank"),
 }

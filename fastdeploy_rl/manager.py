@@ -308,6 +308,15 @@ class DynamicWeightManager:
         return self._participant.live_version if is_live else ""
 
     @property
+    def bound_version(self) -> str:
+        """What this rank's parameters are bound to, as text; empty for none."""
+        return self._participant.live_version
+
+    def has_told(self, number: int) -> bool:
+        """On rank 0: the outcome of command `number` is told, and the status word reads what is true since."""
+        return self._coordinator is not None and self._coordinator.state.has_told(number)
+
+    @property
     def newest_version(self) -> str:
         """On rank 0: the newest published version that is known of, as text; empty for none."""
         return self._coordinator.state.newest_version if self._coordinator is not None else ""

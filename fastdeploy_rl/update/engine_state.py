@@ -403,6 +403,11 @@ class EngineState:
             self.commands_done += 1
             self.show()
 
+    def has_told(self, command: int) -> bool:
+        """Its outcome is known, and shown."""
+        with self._lock:
+            return self.command >= command and self.lifecycle.update is UpdatePhase.IDLE
+
     def show(self) -> None:
         """Writes the status record and then the words, so that whoever a word wakes reads a record that is not
         older."""

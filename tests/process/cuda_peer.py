@@ -107,7 +107,12 @@ class _Server:
             return {"error": type(error).__name__, "text": str(error)}
 
     def allocate(self, text: str) -> str:
-        data = text.encode()
+        return self._allocate(text.encode())
+
+    def allocate_filled(self, num_bytes: int, byte: int) -> str:
+        return self._allocate(bytes([byte]) * num_bytes)
+
+    def _allocate(self, data: bytes) -> str:
         allocation = self._exporter.allocate(len(data))
         allocation.write(data)
         self._allocations.append(allocation)

@@ -150,6 +150,8 @@ class Deadlines:
     """Until a weight server lets go of a client that asks for nothing, and of the version that it held for it."""
     store_s: float = 5.0
     """One question to the store on which the ranks of several hosts meet; also who was first where two proposed."""
+    probe_s: float = 60.0
+    """A child process of the doctor that tries something out: a driver that starts, Paddle that is imported."""
     history_lock_s: float = 1.0
     """Until the history file's lock is free: it is held for one line, so whoever holds it longer stands still."""
 
@@ -196,6 +198,13 @@ def libcuda_path(environ: Mapping[str, str] = os.environ) -> str:
 def cuda_visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
     """`$CUDA_VISIBLE_DEVICES` as the driver reads it; None where it is not set (empty hides every device)."""
     return environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def selected_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Which of the visible devices is this process's, as Paddle's launcher says it: `$FLAGS_selected_gpus`. None where
+    it is not set, or lists several."""
+    text = environ.get("FLAGS_selected_gpus", "").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else None
 
 
 def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Invariant: values and what is remembered of them are bounded by the opcodes read
 bytes are not looked at, but stepped over.
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
@@ -433,3 +434,9 @@ def value_of(reader: PickleReader, what: str) -> object:
         return reader.run()
     except WrongError as wrong:
         raise CheckpointError(f"{what:.500}: byte {reader.opcode_at}: {wrong}; nothing was executed") from None
+
+
+def text_bytes(text: str) -> bytes:
+    """Text as a pickle of protocol 2 and later has it; for writers."""
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data

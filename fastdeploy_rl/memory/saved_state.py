@@ -31,6 +31,7 @@ from fastdeploy_rl.memory.inert_pickle import (
     WrongError,
     described,
     is_pickle,
+    text_bytes,
     value_of,
 )
 from fastdeploy_rl.memory.regular_file import open_regular
@@ -352,11 +353,11 @@ def write_saved_state(tensors: Mapping[str, SavedArray]) -> "Iterator[bytes | me
         data = memoryview(tensor.data)
         if data.nbytes != math.prod(tensor.shape) * itemsize(tensor.dtype):
             raise CheckpointError(f"tensor {name:.600}: {data.nbytes} bytes are no {tensor.dtype} of {tensor.shape}")
-        yield _text_bytes(name) + _array_bytes(tensor) + b"\x8e" + struct.pack("<Q", data.nbytes)
+        yield text_bytes(name) + _array_bytes(tensor) + b"\x8e" + struct.pack("<Q", data.nbytes)
         yield data.cast("B") if data.nbytes else b""
         yield b"tbs"
-    yield _text_bytes(NAME_TABLE) + b"}"
-    yield from (_text_bytes(name) * 2 + b"s" for name in tensors)
+    yield text_bytes(NAME_TABLE) + b"}"
+    yield from (text_bytes(name) * 2 + b"s" for name in tensors)
     yield b"s."
 
 
@@ -365,13 +366,8 @@ def _array_bytes(tensor: SavedArray) -> bytes:
     kind = _KINDS[tensor.dtype]
     order = "|" if itemsize(tensor.dtype) == 1 else "<"
     shape = b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", size) for size in tensor.shape) + b"t"
-    made = _text_bytes("numpy.core.multiarray") + _text_bytes("_reconstruct") + b"\x93"
-    made += _text_bytes("numpy") + _text_bytes("ndarray") + b"\x93K\x00\x85C\x01b\x87R"
-    described = _text_bytes("numpy") + _text_bytes("dtype") + b"\x93" + _text_bytes(kind) + b"\x89\x88\x87R"
-    described += b"(K\x03" + _text_bytes(order) + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    made = text_bytes("numpy.core.multiarray") + text_bytes("_reconstruct") + b"\x93"
+    made += text_bytes("numpy") + text_bytes("ndarray") + b"\x93K\x00\x85C\x01b\x87R"
+    described = text_bytes("numpy") + text_bytes("dtype") + b"\x93" + text_bytes(kind) + b"\x89\x88\x87R"
+    described += b"(K\x03" + text_bytes(order) + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
     return made + b"(K\x01" + shape + described + b"\x89"
-
-
-def _text_bytes(text: str) -> bytes:
-    data = text.encode()
-    return b"X" + struct.pack("<I", len(data)) + data

@@ -70,17 +70,29 @@ class DescribedFiles:
             raise NoPublicationError(f"nothing is published in {self._where}")
         check_not_open_to_all(found.directory, found.names)
         files = identities(found)
-        own = self._version_of(found, files)
-        if version is not None and version != own:
-            raise NoPublicationError(f"version {version} is not to be had: {found.directory} has {own}")
+        if found.memory is None:
+            own = self._version_of(found, files)
+            if version is not None and version != own:
+                raise _not_to_be_had(version, found, own)
         # Nobody reads all bytes beside another who does.
         if not self._describing.acquire(timeout=max(deadline_ns - time.monotonic_ns(), 0) / 1e9):
             raise DeadlineExceededError(f"no time left to look at {found.directory}, which is being described")
         try:
-            manifest, digest = self._described(found, files, own, deadline_ns)
+            if found.memory is None:
+                manifest, digest = self._described(found, files, own, deadline_ns)
+            else:
+                manifest, digest = self._described_memory(found, files, version, deadline_ns)
         finally:
             self._describing.release()
-        return OfferedFiles(Offer(own, manifest, digest), found.directory, files)
+        open_fetch = None if found.memory is None else found.memory.reader(files).open_only_fetch
+        return OfferedFiles(Offer(manifest.weight_version, manifest, digest), found.directory, files, open_fetch)
+
+    def stated_version(self) -> WeightVersion | None:
+        """What a version file says of the files that are there; nothing is read. NoPublicationError: none are."""
+        found = self._find()
+        if found is None:
+            raise NoPublicationError(f"nothing is published in {self._where}")
+        return self._stated(found)
 
     def forget(self, version: WeightVersion) -> None:
         """What was described as that version is read again when next asked for. Rank 0 only; others do nothing."""
@@ -95,14 +107,18 @@ class DescribedFiles:
         """What a version file says, beside the files or in the model directory; else when the newest of them was
         written, so that newer files are a newer version."""
         newest = max(files, key=lambda file: file.mtime_ns)
+        return self._stated(found, newest) or WeightVersion(UNCOUNTED_EPOCH, newest.mtime_ns)
+
+    def _stated(self, found: FoundFiles, newest: FileIdentity | None = None) -> WeightVersion | None:
+        """What a version file says. `newest`: a file that should not be newer."""
         for directory in (found.directory, self._config.model_dir):
             written_ns = version_written_ns(directory)  # looked at first: it may be replaced in between
             wanted = wanted_version(directory)
             if wanted is not None:
-                if written_ns < newest.mtime_ns:
+                if newest is not None and written_ns < newest.mtime_ns:
                     self._warn(newest, wanted)
                 return wanted.in_epoch(UNCOUNTED_EPOCH)
-        return WeightVersion(UNCOUNTED_EPOCH, newest.mtime_ns)
+        return None
 
     def _warn(self, newest: FileIdentity, wanted: WantedVersion) -> None:
         """Once for each state of the files: whoever writes the version last is not done, and some may be older ones."""
@@ -119,28 +135,47 @@ class DescribedFiles:
         self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion, deadline_ns: int
     ) -> tuple[Manifest, str]:
         store, name = self._store(), f"SET-{_key(found, files)}"
-        try:
-            known = _read_known(store, name)
-        except ManifestError as error:
-            if self._config.rank:
-                raise
-            _log.warning("event=described_anew file=%s reason=%r", store.path / name, str(error))
-            known = None
+        known = self._known(store, name)
         if known is not None and known[0].weight_version == version:
             return known
         if self._config.rank:
-            raise NoPublicationError(
-                f"rank 0 has not described version {version} of {found.directory} (yet), or the files changed since; "
-                "update again"
-            )
+            raise _not_described(found, version)
         if known is not None:
             manifest = known[0]
         else:
             manifest = describe(found, files, version, self._config.num_threads, deadline_ns)
-        if manifest.weight_version != version:
-            # The same files under another version: their bytes are known.
-            manifest = build_manifest(version, manifest.layout, manifest.segments, manifest.tensors, manifest.aliases)
-        return manifest, _keep(store, name, manifest).file_digest
+        # Of the same files under another version the bytes are known.
+        return _keep(store, name, _as_version(manifest, version))
+
+    def _described_memory(
+        self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion | None, deadline_ns: int
+    ) -> tuple[Manifest, str]:
+        """Whoever asks for the newest has it read, since nothing but its bytes says whether it is another. That version
+        is then known by its number; without a version file, other bytes have the next."""
+        store, name = self._store(), f"SET-{_key(found, files)}"
+        known, stated = self._known(store, name), self._stated(found)
+        if known is not None and (known[0].weight_version == version or (version is None and self._config.rank)):
+            return known
+        if self._config.rank:
+            raise _not_described(found, version)
+        newest = WeightVersion(UNCOUNTED_EPOCH, max(file.mtime_ns for file in files))
+        if version is not None and version != stated:
+            raise _not_to_be_had(version, found, stated or (known[0].weight_version if known is not None else newest))
+        manifest = describe(found, files, stated or newest, self._config.num_threads, deadline_ns)
+        if stated is None and known is not None:
+            is_same = manifest.content_digest == known[0].content_digest
+            manifest = _as_version(manifest, known[0].weight_version if is_same else _next(known[0], newest))
+        return _keep(store, name, manifest)
+
+    def _known(self, store: Channel, name: str) -> tuple[Manifest, str] | None:
+        """What rank 0 wrote down before. ManifestError for another rank where that is damaged."""
+        try:
+            return _read_known(store, name)
+        except ManifestError as error:
+            if self._config.rank:
+                raise
+            _log.warning("event=described_anew file=%s reason=%r", store.path / name, str(error))
+            return None
 
     def _store(self) -> Channel:
         store = Channel(self._config.channel / _DIRECTORY)
@@ -155,6 +190,29 @@ class DescribedFiles:
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (rank 0 keeps there what it reads about files of others)") from error
         return store
+
+
+def _not_to_be_had(version: WeightVersion, found: FoundFiles, own: WeightVersion) -> NoPublicationError:
+    return NoPublicationError(f"version {version} is not to be had: {found.directory} has {own}")
+
+
+def _not_described(found: FoundFiles, version: WeightVersion | None) -> NoPublicationError:
+    which = "the newest version" if version is None else f"version {version}"
+    return NoPublicationError(
+        f"rank 0 has not described {which} of {found.directory} (yet), or the files changed since; update again"
+    )
+
+
+def _as_version(manifest: Manifest, version: WeightVersion) -> Manifest:
+    if manifest.weight_version == version:
+        return manifest
+    return build_manifest(version, manifest.layout, manifest.segments, manifest.tensors, manifest.aliases)
+
+
+def _next(known: Manifest, newest: WeightVersion) -> WeightVersion:
+    """After the one that is known, and no older than the files."""
+    version = known.weight_version
+    return max(newest, WeightVersion(version.epoch, version.step + 1))
 
 
 def check_not_open_to_all(directory: Path, names: Sequence[str]) -> None:
@@ -214,11 +272,12 @@ def _record_version(store: Channel, name: str) -> str | None:
     return None
 
 
-def _keep(store: Channel, name: str, manifest: Manifest) -> Latest:
+def _keep(store: Channel, name: str, manifest: Manifest) -> tuple[Manifest, str]:
+    """The manifest and its file digest."""
     record = store.write_manifest(manifest)
     store.replace(name, msgspec.json.encode(record))
     _prune(store, name)
-    return record
+    return manifest, record.file_digest
 
 
 def _prune(store: Channel, newest: str) -> None:

@@ -22,7 +22,8 @@ from fastdeploy_rl.errors import DeadlineExceededError, NoPublicationError, Trai
 from fastdeploy_rl.manifest import Manifest, Part, Segment, Tensor, aligned, build_manifest
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.part_rows import PartRows, pieces_of
-from fastdeploy_rl.transport.files import FileFetch, FileIdentity, identity_of
+from fastdeploy_rl.transport.device_memory import DeviceReader
+from fastdeploy_rl.transport.files import FileFetch, FileIdentity, OpenFetch, identity_of
 from fastdeploy_rl.version import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -40,26 +41,40 @@ class FileLayout(NamedTuple):
     aliases: Mapping[str, str] = MappingProxyType({})
 
 
+class FoundMemory(NamedTuple):
+    """Memory of other processes, as some files describe it: the segments of a manifest in place of the files. It may
+    hold other bytes while the files stay as they are. `reader`: reads from it as long as the files are those given."""
+
+    segments: tuple[Segment, ...]
+    reader: Callable[[Sequence[FileIdentity]], DeviceReader]
+
+
 @dataclass(frozen=True)
 class FoundFiles:
     """Files that together are one version, found and not read. `read_layout` reads their headers; it raises
     TrainerError or CheckpointError where they are not what they should be. `how`: what the layout depends on beside the
-    files, as text."""
+    files, as text. `memory`: where the bytes lie elsewhere."""
 
     directory: Path
     names: tuple[str, ...]
     read_layout: Callable[[], FileLayout]
     how: str
+    memory: FoundMemory | None = None
 
 
 def identities(found: FoundFiles) -> tuple[FileIdentity, ...]:
     """Of its files now, in order. NoPublicationError where one is gone."""
+    return identities_in(found.directory, found.names)
+
+
+def identities_in(directory: Path, names: Sequence[str]) -> tuple[FileIdentity, ...]:
+    """As `identities`."""
     files = []
-    for name in found.names:
+    for name in names:
         try:
-            files.append(identity_of(found.directory / name))
+            files.append(identity_of(directory / name))
         except OSError as error:
-            raise NoPublicationError(f"{found.directory / name}: {error.strerror}; update again") from error
+            raise NoPublicationError(f"{directory / name}: {error.strerror}; update again") from error
     return tuple(files)
 
 
@@ -81,29 +96,46 @@ def describe(
     differ, NoPublicationError where a file is another one afterwards, DeadlineExceededError where not all was read."""
     begun = time.monotonic()
     layout = found.read_layout()
-    totals = _totals(found, files, layout, num_threads, deadline_ns)
+    with _reading(found, files, num_threads) as open_fetch:
+        totals = _totals(found, layout, open_fetch, num_threads, deadline_ns)
     if identities(found) != tuple(files):
         raise NoPublicationError(f"files in {found.directory} changed while they were read; update again")
-    segments = [
-        Segment(kind="file", locator=file.name, num_bytes=file.num_bytes, arena=0, generation=0) for file in files
-    ]
+    segments = found.memory.segments if found.memory is not None else [_segment(file) for file in files]
     summed = [msgspec.structs.replace(tensor, checksum=totals[tensor.name].hex()) for tensor in layout.tensors]
     manifest = build_manifest(version, layout.layout, segments, summed, layout.aliases)
     _log.info(
         "event=described version=%s directory=%s files=%d bytes=%d seconds=%.3f",
-        *(version, found.directory, len(files), sum(file.num_bytes for file in files), time.monotonic() - begun),
+        *(version, found.directory, len(files), sum(each.num_bytes for each in segments), time.monotonic() - begun),
     )
     return manifest
 
 
+def _segment(file: FileIdentity) -> Segment:
+    return Segment(kind="file", locator=file.name, num_bytes=file.num_bytes, arena=0, generation=0)
+
+
+@contextlib.contextmanager
+def _reading(found: FoundFiles, files: Sequence[FileIdentity], num_threads: int) -> Iterator[OpenFetch]:
+    """How its bytes are read, many times."""
+    if found.memory is not None:
+        with contextlib.closing(found.memory.reader(files)) as reader:
+            yield reader.open_fetch
+        return
+
+    def open_fetch(ranges: Sequence[ByteRange], target: _native.Mapping, deadline_ns: int) -> FileFetch:
+        return FileFetch(found.directory, files, ranges, target, num_threads, deadline_ns)
+
+    yield open_fetch
+
+
 def _totals(
-    found: FoundFiles, files: Sequence[FileIdentity], layout: FileLayout, num_threads: int, deadline_ns: int
+    found: FoundFiles, layout: FileLayout, open_fetch: OpenFetch, num_threads: int, deadline_ns: int
 ) -> dict[str, Fletcher4]:
     """The checksum of each whole tensor."""
     tensors = {tensor.name: tensor for tensor in layout.tensors}
     parts = [(tensor, part) for tensor in layout.tensors for part in tensor.parts]
     twins = [(tensors[name], part) for name, part in layout.twins]
-    sums = _sum_up(found.directory, files, [*parts, *twins], num_threads, deadline_ns)
+    sums = _sum_up([*parts, *twins], open_fetch, num_threads, deadline_ns)
     totals = dict.fromkeys(tensors, ZERO)
     for (tensor, _), value in zip(parts, sums, strict=False):
         totals[tensor.name] = add(totals[tensor.name], value)
@@ -118,11 +150,7 @@ def _totals(
 
 
 def _sum_up(
-    directory: Path,
-    files: Sequence[FileIdentity],
-    parts: Sequence[tuple[Tensor, Part]],
-    num_threads: int,
-    deadline_ns: int,
+    parts: Sequence[tuple[Tensor, Part]], open_fetch: OpenFetch, num_threads: int, deadline_ns: int
 ) -> list[Fletcher4]:
     """Of each part: its share in the checksum of the whole tensor."""
     sums = [ZERO] * len(parts)
@@ -135,7 +163,7 @@ def _sum_up(
     done, total = 0, sum(piece.rows.num_bytes for piece in pieces)
     for batch, _ in _batches(pieces):
         try:
-            _fetch(directory, files, [_wanted(piece) for piece in batch], scratch, num_threads, deadline_ns)
+            _fetch(open_fetch, [_wanted(piece) for piece in batch], scratch, deadline_ns)
         except DeadlineExceededError as late:
             raise DeadlineExceededError(
                 f"{late}; to describe them takes reading all of their {total} bytes, of which {done} were: give the "
@@ -148,15 +176,8 @@ def _sum_up(
     return sums
 
 
-def _fetch(
-    directory: Path,
-    files: Sequence[FileIdentity],
-    ranges: Sequence[ByteRange],
-    scratch: _native.Mapping,
-    num_threads: int,
-    deadline_ns: int,
-) -> None:
-    with contextlib.closing(FileFetch(directory, files, ranges, scratch, num_threads, deadline_ns)) as fetch:
+def _fetch(open_fetch: OpenFetch, ranges: Sequence[ByteRange], scratch: _native.Mapping, deadline_ns: int) -> None:
+    with contextlib.closing(open_fetch(ranges, scratch, deadline_ns)) as fetch:
         for _ in fetch.arrivals():
             pass
 

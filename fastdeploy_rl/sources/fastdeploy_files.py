@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from fastdeploy_rl.config import cuda_visible_devices
 from fastdeploy_rl.errors import CheckpointError, ConfigurationError, NoPublicationError, TrainerError
 from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles
+from fastdeploy_rl.sources.rank_gpus import listed_gpus
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
     named = _list(directory)
     if not named:
         return None
-    gpus = _visible_gpus(config.num_ranks)
+    gpus = _visible_gpus(config)
     if gpus is not None:
         named = _on_gpus(directory, named, gpus)
     kind = min(each.kind for each in named)
@@ -122,10 +122,10 @@ def _parsed(name: str) -> _Named | None:
     return None
 
 
-def _visible_gpus(num_ranks: int) -> Sequence[str] | None:
-    """The physical device of each rank, as CUDA_VISIBLE_DEVICES lists them; None where it does not list that many."""
-    entries = [entry.strip() for entry in (cuda_visible_devices() or "").split(",") if entry.strip()]
-    return entries[:num_ranks] if len(entries) >= num_ranks else None
+def _visible_gpus(config: SourceConfig) -> Sequence[str] | None:
+    """The physical device of each rank; None where CUDA_VISIBLE_DEVICES does not list that many."""
+    listed = listed_gpus(config.rank, config.num_ranks)
+    return None if listed is None else [gpu.name for gpu in listed]
 
 
 def _on_gpus(directory: Path, named: Sequence[_Named], gpus: Sequence[str]) -> list[_Named]:

@@ -1,7 +1,7 @@
 """Which files that no SnapshotWriter wrote are a version of the weights, where there are no snapshots.
 
     1. FastDeploy's, in the model directory
-    2. FastDeploy's, in the channel's directory (`--ipc-dir /shared_ipc_meta`)
+    2. FastDeploy's, in the channel's directory (`--ipc-dir /shared_ipc_meta`), then in the one that trainers share
     3. a Hugging Face checkpoint that is the channel's directory (`--ipc-dir CHECKPOINT`)
     4. a Hugging Face checkpoint that is the model directory, where a `version.yaml` or `version.txt` says which step it
        is
@@ -28,14 +28,17 @@ def create(config: SourceConfig) -> DescribedSource:
     )
     if config.model_dir is not None:
         places += f"; nor has {config.model_dir} any of FastDeploy's, or a checkpoint with a version.yaml"
+    if config.metas_dir is not None:
+        places += f"; nor has {config.metas_dir}"
     return DescribedSource(config, partial(find_foreign, config), places)
 
 
 def find_foreign(config: SourceConfig) -> FoundFiles | None:
     """The first of these that is there; None: none is."""
     model_dir, channel = config.model_dir, config.channel
-    found = find_fastdeploy(model_dir, config) if model_dir is not None else None
-    found = found or find_fastdeploy(channel, config) or find_hugging_face(channel)
+    shared = [directory for directory in (model_dir, channel, config.metas_dir) if directory is not None]
+    found = next(filter(None, (find_fastdeploy(directory, config) for directory in shared)), None)
+    found = found or find_hugging_face(channel)
     if found is None and model_dir is not None and wanted_version(model_dir) is not None:
         found = find_hugging_face(model_dir)
     return found

@@ -12,7 +12,7 @@ from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 
 IPC, IPC_SNAPSHOT, RSYNC = "ipc", "ipc_snapshot", "rsync"
 _SOURCES = {
-    IPC: "fastdeploy_rl.sources.ipc:IpcSource",
+    IPC: "fastdeploy_rl.sources.ipc_or_metas:create",
     IPC_SNAPSHOT: "fastdeploy_rl.sources.ipc_snapshot:SnapshotSource",
     RSYNC: "fastdeploy_rl.sources.rsync:create",
 }

@@ -5,6 +5,7 @@ Invariant: the addresses of a config that came out of `parse_rsync_config` name 
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -123,6 +124,18 @@ def parse_rsync_config(text: str) -> RsyncConfig:
     if isinstance(config, FetchConfig):
         _check_texts(config)
     return config
+
+
+def stock_rsync_config(given: Mapping[str, Any]) -> str:
+    """The config that a dictionary of FastDeploy's `--rsync-config` means, as text for `parse_rsync_config`: ours where
+    it names a transport, or has keys of `tcp` alone; else FastDeploy's own, which is what `CheckpointTransfer` is made
+    with. ConfigurationError for what is no JSON."""
+    is_ours = "transport" in given or given.keys() <= set(TcpConfig.__struct_fields__)
+    config = dict(given) if is_ours else {"transport": "checkpoint_transfer", "config": dict(given)}
+    try:
+        return msgspec.json.encode(config).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"--rsync-config: {error!s:.500}") from error
 
 
 def _check_texts(config: FetchConfig) -> None:

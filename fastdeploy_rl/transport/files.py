@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,7 +24,7 @@ from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.errors import DeadlineExceededError, LifecycleError, NoPublicationError
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.plan.byte_range import ByteRange
-from fastdeploy_rl.transport.base import Offer
+from fastdeploy_rl.transport.base import Fetch, Offer
 from fastdeploy_rl.transport.buckets import Piece, part
 from fastdeploy_rl.version import WeightVersion
 
@@ -47,12 +47,25 @@ class FileIdentity(NamedTuple):
     ctime_ns: int
 
 
+class ClosableFetch(Fetch, Protocol):
+    """A fetch that tells whether it has ended."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
+OpenFetch = Callable[[Sequence[ByteRange], Mapping, int], ClosableFetch]
+"""Begins to bring ranges into a target, until a deadline: as `Transport.fetch`, of one version."""
+
+
 class OfferedFiles(NamedTuple):
-    """A version in `files` of a directory; segment number i of its manifest is file number i."""
+    """A version in `files` of a directory; segment number i of its manifest is file number i. `open_fetch`: where the
+    files only say where the bytes lie, and its segments are others."""
 
     offer: Offer
     directory: Path
     files: tuple[FileIdentity, ...]
+    open_fetch: OpenFetch | None = None
 
 
 def identity_of(path: Path) -> FileIdentity:
@@ -76,7 +89,7 @@ class FileTransport:
         self._num_threads = num_threads
         self._offered: dict[str, OfferedFiles] = {}
         self._lock = threading.Lock()
-        self._fetches: list[FileFetch] = []
+        self._fetches: list[ClosableFetch] = []
 
     def offer(self, version: WeightVersion | None, *, deadline_ns: int) -> Offer:
         if time.monotonic_ns() >= deadline_ns:
@@ -90,12 +103,16 @@ class FileTransport:
                 del self._offered[next(iter(self._offered))]
         return found.offer
 
-    def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> "FileFetch":
+    def fetch(self, offer: Offer, ranges: Sequence[ByteRange], target: Mapping, *, deadline_ns: int) -> ClosableFetch:
         with self._lock:
             known = self._offered.get(offer.file_digest)
         if known is None:
             raise NoPublicationError(f"version {offer.version} is not to be had any more; update again")
-        fetch = FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
+        fetch = (
+            FileFetch(known.directory, known.files, ranges, target, self._num_threads, deadline_ns)
+            if known.open_fetch is None
+            else known.open_fetch(ranges, target, deadline_ns)
+        )
         self._fetches = [*(each for each in self._fetches if not each.is_closed), fetch]
         return fetch
 
@@ -144,7 +161,7 @@ class FileFetch:
             raise
         self._pool = ThreadPoolExecutor(num_threads, "fastdeploy_rl_read")
         self._missing = dict.fromkeys(range(len(ranges)), 0)
-        chunks = [chunk for index, each in enumerate(ranges) for chunk in _chunks(index, each)]
+        chunks = [chunk for index, each in enumerate(ranges) for chunk in chunks_of(index, each)]
         for chunk in chunks:
             self._missing[chunk.range_index] += 1
         for chunk in chunks:
@@ -228,7 +245,7 @@ class FileFetch:
         index, wanted = chunk
         if not self._is_closed.is_set():
             try:
-                self._read_close_rows(wanted) if _has_close_rows(wanted) else self._read_rows(wanted)
+                self._read_close_rows(wanted) if has_close_rows(wanted) else self._read_rows(wanted)
             except OSError as error:
                 path = self._directory / self._files[wanted.segment].name
                 raise NoPublicationError(f"{path} cannot be read: {error.strerror}") from error
@@ -282,11 +299,12 @@ def _check_ranges(ranges: Sequence[ByteRange], files: Sequence[FileIdentity]) ->
             raise ValueError(f"{each} is outside of the {len(files)} segments")
 
 
-def _has_close_rows(wanted: ByteRange) -> bool:
+def has_close_rows(wanted: ByteRange) -> bool:
+    """Whether what lies between the rows is so little that it is read along with them."""
     return wanted.rows > 1 and wanted.row_bytes <= wanted.stride <= wanted.row_bytes + _MAX_GAP_BYTES
 
 
-def _chunks(index: int, whole: ByteRange) -> Iterator[Piece]:
+def chunks_of(index: int, whole: ByteRange) -> Iterator[Piece]:
     """What one thread reads in one go: as many rows as are worth its while, with what lies between them, or pieces of
     longer ones."""
     wanted = whole.joined()

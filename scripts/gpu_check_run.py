@@ -11,9 +11,9 @@ deaths), `copies` (between device and host, pinned and not, against a plain cuMe
 run), `checksum` (fletcher4 by torch or cupy, against the native core), `addresses` (memory that is filled again and
 again stays where it is, for other processes and for CUDA graphs). Speed is reported and never judged.
 
-It has to find: Linux, a CUDA driver (libcuda.so.1, or $FASTDEPLOY_RL_LIBCUDA), Python >= 3.10 with numpy and msgspec,
-and this repository. The native core is built in place where it is missing; that takes g++, Python's headers, setuptools
-and pybind11. torch or cupy, where they are there, run the checksum and the graphs; what needs them is skipped without.
+It has to find: Linux, a CUDA driver (libcuda.so.1, or $FASTDEPLOY_RL_LIBCUDA), Python >= 3.10 with numpy, msgspec
+and posix_ipc, and this repository. The native core is built in place where it is missing, by g++, Python's headers,
+setuptools and pybind11. torch or cupy run the checksum, torch a graph; what needs them is skipped where they are not.
 Paddle is not used, nothing is downloaded.
 
 Each check is one line, `gpu_check part=.. check=.. outcome=passed|failed|skipped seconds=..`, and each part a process

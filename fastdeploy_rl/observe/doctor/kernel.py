@@ -40,6 +40,13 @@ class Mount(NamedTuple):
         return values[-1] if values else None
 
 
+class FileIdentity(NamedTuple):
+    """Two paths lead to one file where both numbers agree; of a mount's root, to one file system."""
+
+    device: int
+    inode: int
+
+
 class MemoryLimit(NamedTuple):
     """Of the memory cgroups above this process, the tightest: bytes allowed, and in use there."""
 
@@ -70,9 +77,46 @@ class Kernel:
         except OSError:
             return ""
 
-    def mount_at(self, point: str) -> Mount | None:
+    def names(self, directory: str) -> list[str] | None:
+        """Entries of a directory; None where there is none, or it is not for us to see."""
+        try:
+            return os.listdir(self._at(directory))
+        except OSError:
+            return None
+
+    def identity(self, path: str) -> FileIdentity | None:
+        """Which file a path leads to, over links and into other processes' mounts; None where we cannot follow."""
+        try:
+            status = os.stat(self._at(path))
+        except OSError:
+            return None
+        return FileIdentity(status.st_dev, status.st_ino)
+
+    def processes(self) -> list[int]:
+        """All that this /proc shows."""
+        return sorted(int(name) for name in self.names("/proc") or [] if name.isdecimal())
+
+    def is_open_to_us(self, process: str) -> bool:
+        """May we see namespaces, environment and mounts of a process?"""
+        return bool(self.link(f"/proc/{process}/ns/pid"))
+
+    def environ(self, process: str = "self") -> dict[str, str]:
+        """The environment that a process was started with; what it set for itself later does not show. Empty where it
+        is not for us to see."""
+        return parse_environ(self.read(f"/proc/{process}/environ"))
+
+    def arguments(self, process: str) -> list[str]:
+        """Its command line; empty for a thread of the kernel, and for a process that has ended."""
+        text = self.read(f"/proc/{process}/cmdline")
+        return text.removesuffix("\0").split("\0") if text else []
+
+    def user(self, process: str = "self") -> int | None:
+        """The user that a process acts as."""
+        return parse_user(self.read(f"/proc/{process}/status"))
+
+    def mount_at(self, point: str, process: str = "self") -> Mount | None:
         """What is mounted there now: of several, the last one hides the others."""
-        mounts = [mount for mount in parse_mounts(self.read("/proc/self/mountinfo")) if mount.point == point]
+        mounts = [mount for mount in parse_mounts(self.read(f"/proc/{process}/mountinfo")) if mount.point == point]
         return mounts[-1] if mounts else None
 
     def namespace(self, kind: str, process: str = "self") -> int | None:
@@ -146,6 +190,18 @@ def cgroup_directories(mount: Mount, paths: Mapping[str, str]) -> list[str]:
     inside = path.removeprefix(mount.root) if mount.root != "/" else path
     parts = [part for part in inside.split("/") if part not in ("", "..")]
     return ["/".join([mount.point, *parts[:count]]) for count in range(len(parts), -1, -1)]
+
+
+def parse_environ(text: str) -> dict[str, str]:
+    """Name -> value, of /proc/PID/environ; of a name that stands there twice, the first, as getenv has it."""
+    pairs = (entry.partition("=") for entry in reversed(text.split("\0")))
+    return {name: value for name, is_pair, value in pairs if is_pair}
+
+
+def parse_user(status: str) -> int | None:
+    """The effective user id in /proc/PID/status."""
+    match = re.search(r"^Uid:\t\d+\t(\d{1,10})\t", status, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def parse_namespace(link: str) -> int | None:

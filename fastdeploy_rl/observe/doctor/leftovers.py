@@ -89,9 +89,9 @@ def remove_unused(dead: Remains) -> list[Item]:
 
 def known_ports() -> list[int]:
     """Ports at which an engine of this user is or was."""
-    matches = (_PORT.fullmatch(name) for name in _own_names(SHM_DIR))
+    matches = (_PORT.fullmatch(name) for name in own_names(SHM_DIR))
     ports = {int(match[1] or match[2]) for match in matches if match}
-    runs = (re.fullmatch(r"(\d{1,5})(?:\.lock)?", name) for name in _own_names(engine_dir(0).parent))
+    runs = (re.fullmatch(r"(\d{1,5})(?:\.lock)?", name) for name in own_names(engine_dir(0).parent))
     return sorted(ports | {int(match[1]) for match in runs if match})
 
 
@@ -112,6 +112,12 @@ class EngineAtPort:
     @property
     def is_alive(self) -> bool:
         return any(is_alive(lock) for lock in self.locks)
+
+    @property
+    def rank_locks(self) -> dict[int, Path]:
+        """Rank -> the lock of its process, for those that live."""
+        paths = (path for run_dir in self._run_dirs for path in (run_dir / "ranks").glob("*.lock"))
+        return {int(path.stem): path for path in sorted(paths) if path.stem.isdecimal() and is_alive(path)}
 
     @property
     def has_lock(self) -> bool:
@@ -144,14 +150,14 @@ class EngineAtPort:
 
     def _segments(self) -> list[Path]:
         names = [board_name(self.port), f"fastdeploy_rl_collectives.{self.port}"]
-        links = [name for name in _own_names(SHM_DIR) if _is_link_at(name, self.port)]
+        links = [name for name in own_names(SHM_DIR) if _is_link_at(name, self.port)]
         return [_shm(name) for name in (*names, *_words_behind(links, self.port), *links)]
 
 
 def board_run_dir(port: int) -> Path | None:
     """The run directory that a board of this user names; None where there is no such board."""
     name = board_name(port)
-    if name not in _own_names(SHM_DIR):
+    if name not in own_names(SHM_DIR):
         return None
     try:
         segment = SharedSegment.attach(name, writable=True)
@@ -287,7 +293,7 @@ def _open_tables(channel: Channel) -> Iterator[LeaseTable]:
 
 def arena_names(channel_key: str) -> list[str]:
     """Segments of this user in /dev/shm that were made for one channel."""
-    return [name for name in _own_names(SHM_DIR) if (match := _ARENA.fullmatch(name)) and match[2] == channel_key]
+    return [name for name in own_names(SHM_DIR) if (match := _ARENA.fullmatch(name)) and match[2] == channel_key]
 
 
 # --- what no lock speaks for -----------------------------------------------------------------------------------------
@@ -300,7 +306,7 @@ def find_unclaimed(channel: Channel) -> list[Item]:
         engine = EngineAtPort(port)
         if engine.is_alive or engine.has_lock:
             claimed |= {item.path.name for item in engine.items()}
-    names = (name for name in _own_names(SHM_DIR) if _OURS.fullmatch(name) and name not in claimed)
+    names = (name for name in own_names(SHM_DIR) if _OURS.fullmatch(name) and name not in claimed)
     return _items(_shm(name) for name in names if not _shm(name).is_dir())
 
 
@@ -329,7 +335,7 @@ def _shm(name: str) -> Path:
     return Path(SHM_DIR) / name
 
 
-def _own_names(directory: str | Path) -> list[str]:
+def own_names(directory: str | Path) -> list[str]:
     """Entries of this user in a directory; none where there is no such directory."""
     try:
         with os.scandir(directory) as entries:

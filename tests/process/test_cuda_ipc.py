@@ -14,12 +14,14 @@ from fastdeploy_rl.testing.fake_cuda import FakeCuda
 from tests.process.cuda_ipc_suite import BLOCK, CudaIpcSuite, StartPeer, fill
 from tests.process.cuda_peer import CudaPeer
 from tests.process.private_shm import private_shm
+from tests.process.two_devices_suite import TwoDevicesSuite
 
 
 class FakeMachine:
-    """Device 0 of a FakeCuda."""
+    """Device 0 of a FakeCuda, and where two are needed the MIG instance too."""
 
     device = "0"
+    devices = ("0", "MIG-3333")
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.environ = cuda.environ
@@ -144,3 +146,7 @@ class TestFakeCudaIpc(CudaIpcSuite):
         with pytest.raises(SegmentError, match="not inside an allocation"):
             allocation.record(BLOCK - 1, 2)
         machine.check(exports=0)
+
+
+class TestFakeTwoDevices(TwoDevicesSuite):
+    """A GPU, and a MIG instance of another."""

@@ -3,8 +3,8 @@
 Owns the life of a segment's name as FastDeploy has it: whoever creates a name that is there takes it away first, and
 who held it keeps an orphan. multiprocessing's resource tracker is in it, as it is there."""
 
-from contextlib import suppress
 from enum import IntEnum
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
@@ -75,5 +75,7 @@ class IPCSignal:
         """Takes the name away."""
         self.value = None
         self.shm.close()
-        with suppress(FileNotFoundError):
+        try:
             self.shm.unlink()
+        except FileNotFoundError:  # somebody's tracker took it away; ours need not look for it
+            resource_tracker.unregister(f"/{self.shm.name}", "shared_memory")

@@ -15,6 +15,8 @@ _MODULES = {
     "fastdeploy.plugins.model_runner": "plugins",
     "fastdeploy.rl.dynamic_weight_manager": "dynamic_weight_manager",
     "fastdeploy.model_executor.model_loader": "model_loader",
+    "fastdeploy.platforms": "platforms",
+    "fastdeploy.utils": "utils",
     "fastdeploy.worker.gpu_model_runner": "gpu_model_runner",
 }
 """FastDeploy's name -> ours. Packages above them are made as they are needed."""

@@ -165,6 +165,9 @@ class PaddleDisWorkerProc:
             self._tp_barrier_wait()
             return
         self.worker.execute_model(requests, len(requests))
+        if getattr(runner, "current_launch_token_num", 0) == 0:
+            self._tp_barrier_wait()
+            time.sleep(0.001)
 
     def run_control_method(self, control_request: ControlRequest) -> None:
         method = control_request.method

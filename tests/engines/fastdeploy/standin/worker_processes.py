@@ -28,7 +28,7 @@ class _Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", _MODULE, json.dumps(line)],
             cwd=_ROOT,
-            env=environment,
+            env={**environment, "FLAGS_selected_gpus": str(line.rank)},  # as paddle.distributed.launch gives it
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -201,7 +201,8 @@ def judge_runner(
 ) -> Check:
     if board.is_there and board.is_alive:
         if has_word:
-            return ok("runner", f"ours: the board's owner lives ({who})")
+            seen = "" if processes else "; no process of FastDeploy is visible: `fastdeploy-rl serve`, or another container"
+            return ok("runner", f"ours: the board's owner lives ({who}){seen}")
         mend = "end it and start it again; FastDeploy's processes must not clear /dev/shm of a live engine"
         return fail("runner", f"ours ({who}), but {word_name(WEIGHTS_WORD, port)} is gone: nobody can ask it", mend)
     if board.is_there and not board.is_known:

@@ -26,7 +26,7 @@ from fastdeploy_rl.observe.doctor.device_choice import (
     judge_same_names,
     names_a_device,
 )
-from fastdeploy_rl.observe.doctor.kernel import FileIdentity, Kernel
+from fastdeploy_rl.observe.doctor.kernel import FileIdentity, Kernel, Mount
 from fastdeploy_rl.observe.doctor.peers import Peer, Sight, sight_of
 from fastdeploy_rl.observe.doctor.text import quoted
 
@@ -131,7 +131,7 @@ def judge_no_driver(reason: str, meant: Meant) -> Check:
     """Nothing was tried: a failure where a GPU is meant."""
     if meant:
         found = f"not tried: {reason}; a GPU is meant: {'; '.join(meant.signs)}"
-        mend = "docker: --gpus all (NVIDIA_DRIVER_CAPABILITIES=compute,utility); kubernetes: resources.limits nvidia.com/gpu"
+        mend = "docker: --gpus all, NVIDIA_DRIVER_CAPABILITIES=compute,utility; kubernetes: limits nvidia.com/gpu"
         return fail("CUDA memory", found, mend)
     mend = "where a GPU is meant, run this where its driver is; weights in host memory need none"
     return warn("CUDA memory", f"not tried: {reason}", mend)
@@ -170,12 +170,12 @@ def check_peer(kernel: Kernel, peer: Peer, meant: Meant, *, take: Callable[[int]
     own, other = Standing.of(kernel, "self"), Standing.of(kernel, peer.process)
     environ = kernel.environ(peer.process)
     return [
-        ok("process", f"{quoted(' '.join(kernel.arguments(peer.process)[:3])) or 'without a command line'}"),
+        ok("process", f"{quoted(' '.join(kernel.arguments(peer.process)[:2])) or 'without a command line'}"),
         judge_user(own.user, other.user),
         judge_pid_namespaces(own.pid_namespace, other.pid_namespace, bool(meant)),
         judge_ipc_namespaces(own.ipc_namespace, other.ipc_namespace),
         judge_user_namespaces(own.user_namespace, other.user_namespace),
-        judge_shared_shm(own.shm, other.shm),
+        judge_shared_shm(own.shm, other.shm, kernel.mount_at(machine.SHM, peer.process)),
         judge_descriptors(take(int(peer.process)), kernel, bool(meant)),
         judge_allocator(environ, bool(meant)),
         judge_choice(choice_of(environ)),
@@ -233,14 +233,17 @@ def judge_user_namespaces(own: int | None, other: int | None) -> Check:
     return warn("user namespace", found, "docker: --userns=host for both, or the same daemon setting userns-remap")
 
 
-def judge_shared_shm(own: FileIdentity | None, other: FileIdentity | None) -> Check:
+def judge_shared_shm(own: FileIdentity | None, other: FileIdentity | None, mount: Mount | None) -> Check:
+    """`mount`: of the other side."""
     if own is not None and own == other:
         return ok(machine.SHM, "one file system for both")
     if own is None or other is None:
         return warn(
             machine.SHM, "which one the other side has cannot be seen", f"run the doctor as root; else {SHM_MEND}"
         )
-    return fail(machine.SHM, "two file systems: neither side finds the other's segments", SHM_MEND)
+    kind = f"{mount.kind}, size={quoted(mount.option('size') or 'unknown')}" if mount else "no mount of its own"
+    found = f"two file systems (there: {kind}): neither side finds the other's segments"
+    return fail(machine.SHM, found, SHM_MEND)
 
 
 def judge_descriptors(refusal: str, kernel: Kernel, is_gpu_meant: bool) -> Check:

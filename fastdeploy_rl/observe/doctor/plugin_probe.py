@@ -1,8 +1,8 @@
 """What FastDeploy would make of the plugin: `python -m fastdeploy_rl.observe.doctor.plugin_probe`, a child.
 
 Owns the question and the child: Paddle, FastDeploy and the plugin are imported there, so that the doctor imports none
-of them, and what they print or raise stays there. Asks the entry point exactly as FastDeploy does: load it, call it, look
-at the class. Never starts a runner.
+of them, and what they print or raise stays there. Asks the entry point exactly as FastDeploy does: load it, call it,
+look at the class. Never starts a runner.
 """
 
 import contextlib

@@ -8,6 +8,7 @@ Invariant: a port with FastDeploy's words and without a live board is a failure,
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ def _recognise(kernel: Kernel, pid: int) -> FastDeployProcess | None:
 def parse_options(arguments: Sequence[str]) -> dict[str, str]:
     """`--a_b c` and `--a-b=c` both as {"--a-b": "c"}; a switch has an empty value."""
     options = {}
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in pairwise([*arguments, "--"]):
         if argument.startswith("--"):
             name, is_given, value = argument.partition("=")
             taken = value if is_given else "" if following.startswith("--") else following
@@ -201,7 +202,7 @@ def judge_runner(
 ) -> Check:
     if board.is_there and board.is_alive:
         if has_word:
-            seen = "" if processes else "; no process of FastDeploy is visible: `fastdeploy-rl serve`, or another container"
+            seen = "" if processes else "; no process of FastDeploy is seen: fastdeploy-rl's engine, or another container"
             return ok("runner", f"ours: the board's owner lives ({who}){seen}")
         mend = "end it and start it again; FastDeploy's processes must not clear /dev/shm of a live engine"
         return fail("runner", f"ours ({who}), but {word_name(WEIGHTS_WORD, port)} is gone: nobody can ask it", mend)

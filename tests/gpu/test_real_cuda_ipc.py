@@ -1,4 +1,4 @@
-"""CUDA memory between processes on a real device: the suite of tests/process, with nobody counting driver calls.
+"""CUDA memory between processes on real devices: the suites of tests/process, with nobody counting driver calls.
 
 Not run on a GPU so far."""
 
@@ -6,32 +6,12 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_rl.errors import CudaUnavailableError
-from fastdeploy_rl.memory.cuda_ipc import visible_devices
+from tests.gpu.conftest import RealMachine
 from tests.process.cuda_ipc_suite import BLOCK, CudaIpcSuite
 from tests.process.cuda_peer import CudaPeer
+from tests.process.two_devices_suite import TwoDevicesSuite
 
 pytestmark = pytest.mark.gpu
-
-
-class RealMachine:
-    """The first device that this process sees."""
-
-    def __init__(self) -> None:
-        self.environ: dict[str, str] = {}
-        self.device = "0"
-
-    def check(self, **counters: int) -> None:
-        """The driver does not count."""
-
-
-@pytest.fixture
-def machine() -> RealMachine:
-    try:
-        visible_devices()
-    except CudaUnavailableError as error:
-        pytest.skip(f"needs a CUDA device: {error!s:.60}")
-    return RealMachine()
 
 
 class TestCudaIpc(CudaIpcSuite):
@@ -44,3 +24,10 @@ class TestCudaIpc(CudaIpcSuite):
         assert peer.read(number) == tensor.cpu().numpy().tobytes()
         peer.ask("release", number)
         exporter.withdraw(record)
+
+
+@pytest.mark.usefixtures("two_devices")
+class TestTwoDevices(TwoDevicesSuite):
+    @pytest.fixture
+    def machine(self, machine: RealMachine) -> RealMachine:
+        return machine

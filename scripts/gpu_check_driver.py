@@ -39,17 +39,27 @@ class PlainDriver:
     def synchronize(self) -> None:
         self._call("cuCtxSynchronize")
 
+    def num_free_bytes(self) -> int:
+        """Of the whole device, which other processes use too. SkippedError where the driver has no such call."""
+        self._need("cuMemGetInfo_v2")
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     @contextmanager
     def pinned(self, num_bytes: int) -> Iterator[Any]:
         """A buffer of page-locked host memory. SkippedError where the driver has no such call."""
-        if not hasattr(self._library, "cuMemHostAlloc"):
-            raise SkippedError("this driver has no cuMemHostAlloc")
+        self._need("cuMemHostAlloc")
         memory = ctypes.c_void_p()
         self._call("cuMemHostAlloc", ctypes.byref(memory), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
         try:
             yield (ctypes.c_uint8 * num_bytes).from_address(memory.value or 0)
         finally:
             self._call("cuMemFreeHost", memory)
+
+    def _need(self, name: str) -> None:
+        if not hasattr(self._library, name):
+            raise SkippedError(f"this driver has no {name}")
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = int(getattr(self._library, name)(*arguments))

@@ -355,6 +355,7 @@ def addresses(settings: PartSettings, recorder: Recorder) -> None:
     with Scene(settings) as scene:
         _fills(scene, recorder)
         _graphs(scene, recorder)
+        _freed_memory(scene, recorder)
 
 
 def _fills(scene: Scene, recorder: Recorder) -> None:
@@ -409,6 +410,21 @@ def _graphs(scene: Scene, recorder: Recorder) -> None:
         figures["replays"] = NUM_FILLS
         del weights, replay, output
         memory.free()
+
+
+def _freed_memory(scene: Scene, recorder: Recorder) -> None:
+    """What sleep rests on. Others may use the device meanwhile, so that half of it must be seen."""
+    with (
+        recorder.check("freed_memory_returns_to_the_device") as figures,
+        PlainDriver(scene.exporter.device.index) as plain,
+    ):
+        before, num_bytes = plain.num_free_bytes(), scene.settings.num_bytes
+        memory = scene.exporter.allocate(num_bytes)
+        held = plain.num_free_bytes()
+        memory.free()
+        after = plain.num_free_bytes()
+        figures |= {"free_before": before, "free_while_held": held, "free_after": after, "allocated": num_bytes}
+        expect(min(before, after) - held >= num_bytes // 2, "the free bytes of the device fall and rise by it")
 
 
 def _capture(torch: Any, weights: Any) -> tuple[Callable[[], None], Any]:

@@ -1,8 +1,8 @@
 """FastDeploy's own code, where FASTDEPLOY_SRC names a source tree of it (2.6-dev): run in processes apart.
 
-An import of `fastdeploy` rewires the loggers, leaves log files and warns; so it happens in a process of its own, which is
-asked to call functions of modules beside this one (`real_peer.py` is its other side). A tree that is named and does not
-import is an error, not a skip."""
+An import of `fastdeploy` rewires the loggers, leaves log files and warns; so it happens in a process of its own, which
+is asked to call functions of modules beside this one (`real_peer.py` is its other side). A tree that is named and does
+not import is an error, not a skip."""
 
 import json
 import os
@@ -19,16 +19,18 @@ import pytest
 VARIABLE = "FASTDEPLOY_SRC"
 ROOT = Path(__file__).resolve().parents[3]
 _HERE = "tests.engines.fastdeploy"
-_PACKAGES = (
-    "triton py-cpuinfo gunicorn redis crcmod opentelemetry-api opentelemetry-sdk pyzmq partial-json-parser pynvml"
-)
+_PACKAGES = "triton py-cpuinfo gunicorn redis crcmod opentelemetry-sdk pyzmq partial-json-parser pynvml aiozmq"
 _REASON = (
-    f"{VARIABLE} names no FastDeploy source tree: `git clone https://github.com/PaddlePaddle/FastDeploy`, take 2.6-dev, "
-    f"`.venv/bin/pip install {_PACKAGES} aiozmq`, then `{VARIABLE}=/path scripts/test tests/engines/fastdeploy`"
+    f"{VARIABLE} names no FastDeploy source tree: check out FastDeploy (2.6-dev), "
+    f"`.venv/bin/pip install {_PACKAGES}`, then `{VARIABLE}=/path scripts/test tests/engines/fastdeploy`"
 )
 _START_S = 60.0
 
-needs_real_tree = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=_REASON)
+
+def skip_without_real_tree() -> None:
+    """At the head of a test module: leaves it out, with the reason."""
+    if not os.environ.get(VARIABLE):
+        pytest.skip(_REASON, allow_module_level=True)
 
 
 class RealCaseError(Exception):

@@ -19,10 +19,10 @@ from fastdeploy_rl.board.legacy import (
 )
 from fastdeploy_rl.errors import UpdateRejectedError
 from fastdeploy_rl.lifecycle import LegacyStatus
-from tests.engines.fastdeploy.real_tree import RealPeer, needs_real_tree
+from tests.engines.fastdeploy.real_tree import RealPeer, skip_without_real_tree
 from tests.process.numpy_engine import free_port
 
-pytestmark = needs_real_tree
+skip_without_real_tree()
 _SOON_S = 20.0
 
 
@@ -41,9 +41,9 @@ def port() -> Iterator[int]:
 
 def test_every_value_has_fastdeploys_name_and_number(peer: RealPeer) -> None:
     ours = {status.name: status.value for status in LegacyStatus}
-    assert peer.call("real_words.values") == {
-        kind: ours for kind in ("ModelWeightsStatus", "KVCacheStatus", "PrefixTreeStatus")
-    }
+    assert peer.call("real_words.values") == dict.fromkeys(
+        ("ModelWeightsStatus", "KVCacheStatus", "PrefixTreeStatus"), ours
+    )
 
 
 def test_words_that_we_made_are_fastdeploys_words(peer: RealPeer, port: int) -> None:

@@ -1,0 +1,479 @@
+"""The scenes of `test_real_faults.py`, in FastDeploy's process: each is played the same way on a stock worker and on
+one with the plugin, and says what there was to see. Nothing is judged here."""
+
+import asyncio
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fastdeploy.rl.dynamic_weight_manager as manager_module
+import numpy as np
+import paddle
+from fastdeploy.engine.common_engine import EngineService
+from fastdeploy.entrypoints.engine_client import EngineClient
+from fastdeploy.inter_communicator import IPCSignal
+from fastdeploy.spec_decode import SpecMethod
+
+from fastdeploy_rl.update.client import BoardClient
+from tests.engines.fastdeploy.real_engine import Engine, patched, weights, write_snapshot
+
+Facts = dict[str, Any]
+_MOMENT_S = 1.0
+"""So long it is watched whether something that must not happen, or never ends, does."""
+
+
+def _facts(engine: Engine) -> Facts:
+    facts: Facts = {
+        "word": engine.load(),
+        "loop": engine.last_line or "runs",
+        "values": engine.first_values(),
+        "reason": "",
+    }
+    if engine.kind == "ours":
+        facts["reason"] = _reason(engine.port)
+    return facts
+
+
+def _reason(port: int) -> str:
+    """Of the last command, as the board tells it."""
+    with BoardClient(port) as client:
+        return client.last_report().reason
+
+
+def _directory(path: str) -> Path:
+    directory = Path(path)
+    for name in ("channel", "metas"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def _started(kind: str, path: str, port: int, **chosen: Any) -> Iterator[Engine]:
+    """On a snapshot that is all ones."""
+    directory = _directory(path)
+    write_snapshot(directory, weights(1, 1), 1)
+    with Engine(kind, directory, port, **chosen) as engine:
+        if engine.ended:
+            raise RuntimeError(engine.ended)
+        yield engine
+
+
+def _update(engine: Engine, within_s: float = 10.0) -> Facts:
+    """As a legacy trainer does; until the word has an end, or the loop has."""
+    engine.store(1)
+    engine.await_word(0, -2, within_s=within_s)
+    return _facts(engine)
+
+
+# 1 ----------------------------------------------------------------------------------------------------
+
+
+def second_tensor_has_another_shape(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port) as engine:
+        bad = weights(2, 2) | {"b.weight": np.full((2, 2), 2, np.float32)}
+        write_snapshot(Path(path), bad, 2)
+        return _update(engine)
+
+
+# 2 ----------------------------------------------------------------------------------------------------
+
+
+def names_are_missing_or_unknown(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port) as engine:
+        sent = {name: array for name, array in weights(2, 2).items() if name != "b.weight"}
+        write_snapshot(Path(path), sent | {"c.weight": np.ones((2, 2), np.float32)}, 2)
+        return _update(engine)
+
+
+# 3 ----------------------------------------------------------------------------------------------------
+
+
+def nothing_is_there_to_load(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port) as engine:
+        (Path(path) / "model_state.tp0.0.pdparams").unlink()
+        (Path(path) / "version.yaml").write_text("step: 2\nversion: 2\n")
+        facts = _update(engine)
+        turns = engine.tasks.num_turns
+        facts["decodes"] = engine.await_that(lambda: engine.tasks.num_turns > turns + 10, _MOMENT_S)
+        return facts
+
+
+def other_rank_waits_for_one_that_failed(path: str) -> Facts:
+    """Stock's two managers of a tensor-parallel pair as two threads; the barrier of the group, which needs NCCL or
+    gloo, is one of Python's, which like theirs is called without a limit."""
+    barrier, ranks = threading.Barrier(2), threading.local()
+    directory = _directory(path)
+    waiting: dict[str, Any] = {}
+    with (
+        patched(paddle.distributed, barrier=lambda group=None: barrier.wait(), get_rank=lambda: ranks.rank),
+        patched(manager_module.DynamicWeightManager, _log_memory=lambda self, context: None),
+    ):
+        for rank in range(2):
+            _save_rank(directory, rank, 1.0)
+
+        def run(rank: int) -> None:
+            ranks.rank = rank
+            manager = _stock_manager(directory, rank)
+            barrier.wait()
+            if rank == 0:
+                (directory / "model_state.tp0.0.pdparams").unlink()
+            barrier.wait()
+            try:
+                manager.update_parameters()
+                waiting[f"rank {rank}"] = "in a barrier"
+                manager.finalize_update()
+                waiting[f"rank {rank}"] = "done"
+            except threading.BrokenBarrierError:
+                pass
+            except FileNotFoundError as error:
+                waiting[f"rank {rank}"] = f"raised {type(error).__name__}"
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(20)
+        threads[1].join(_MOMENT_S)
+        facts = {**waiting, "rank 1 waits": threads[1].is_alive()}
+        barrier.abort()
+        threads[1].join(20)
+    return facts
+
+
+def _save_rank(directory: Path, rank: int, value: float) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(weights(value, value), str(directory / f"model_state.tp{rank}.0.pdparams"))
+
+
+def _stock_manager(directory: Path, rank: int) -> Any:
+    from tests.engines.fastdeploy.real_engine import TinyModel, config_of
+
+    config = config_of(directory, 1, SimpleNamespace(), kind="stock")
+    config.parallel_config.tensor_parallel_size, config.parallel_config.tensor_parallel_rank = 2, rank
+    manager = manager_module.DynamicWeightManager.__new__(manager_module.DynamicWeightManager)
+    with patched(manager_module.DynamicWeightManager, _update_shared_status=lambda self, pid, status: None):
+        manager.__init__(config, TinyModel(), rank)
+    manager.first_load = True  # so that the status word, which nobody made here, is left alone
+    return manager
+
+
+# 4 ----------------------------------------------------------------------------------------------------
+
+
+def trainer_writes_between_read_and_write_back(kind: str, path: str, port: int) -> Facts:
+    """The worker has read CLEARING; before it goes on, its trainer thinks better of it and asks for an update."""
+    with _started(kind, path, port) as engine:
+        write_snapshot(Path(path), weights(2, 2), 2)
+        seen = []
+
+        def change_of_mind() -> None:
+            if engine.process.model_weights_signal[0] == -1 and not seen:
+                seen.append(engine.load())
+                engine.store(1)
+
+        engine.tasks.at_each_turn = change_of_mind
+        engine.store(-1)
+        engine.await_that(lambda: bool(seen))
+        engine.await_word(0, -2)
+        engine.await_that(lambda: engine.load() == 0, _MOMENT_S)
+        return _facts(engine) | {
+            "stores": [-1, 1],
+            "freed": any(event == "cache_freed" for event, _ in engine.runner.events),
+        }
+
+
+# 5 ----------------------------------------------------------------------------------------------------
+
+
+def engine_is_cleared(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port) as engine:
+        engine.store(-1)
+        engine.await_word(-2)
+        has_caches = engine.has_caches
+        engine.await_that(lambda: bool(engine.runner.events), _MOMENT_S)
+        words = [word for event, word in engine.runner.events if event == "cache_freed"]
+        return _facts(engine) | {"word when the cache was freed": words[0], "caches after": has_caches}
+
+
+# 6 ----------------------------------------------------------------------------------------------------
+
+
+class _Trap:
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (self._marker,)
+
+
+def shared_directory_has_code(kind: str, path: str, port: int) -> Facts:
+    """A pickle in the place of the trainer's metadata."""
+    directory = _directory(path)
+    marker = directory / "executed"
+    with _ipc_engine(kind, path, port) as (engine, _):
+        (directory / "metas" / "ipc_metas_0").write_bytes(pickle.dumps({"a.weight": _Trap(str(marker))}, 2))
+        (directory / "version.yaml").write_text("step: 2\nversion: 2\n")
+        return _update(engine) | {"executed": marker.exists()}
+
+
+@contextmanager
+def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """Load strategy `ipc`. What CUDA does is done by the host: for stock, a handle is a name of a tensor of the
+    trainer's in this process; ours has a driver without a GPU."""
+    directory = _directory(path)
+    memory = {name: paddle.to_tensor(array) for name, array in weights(1, 1).items()}
+    rows = {
+        name: [name, 0, tensor.numel().item() * 4, 10, list(tensor.shape), [], 0] for name, tensor in memory.items()
+    }
+    (directory / "metas" / "ipc_metas_0").write_bytes(pickle.dumps(rows, 2))
+    (directory / "version.yaml").write_text("step: 1\nversion: 1\n")
+    opened = SimpleNamespace(_new_shared_cuda=lambda row: memory[row[0].decode("latin-1")].value().get_tensor())
+    load, metas = paddle.load, str(directory / "metas")
+    redirected = lambda file, **more: load(str(file).replace("/shared_ipc_meta", metas), **more)  # noqa: E731
+    with (
+        patched(paddle.base.core, LoDTensor=opened),
+        patched(paddle, load=redirected),
+        Engine(kind, directory, port, load_strategy="ipc") as engine,
+    ):
+        if engine.ended:
+            raise RuntimeError(engine.ended)
+        yield engine, memory
+
+
+# 7 ----------------------------------------------------------------------------------------------------
+
+
+def the_same_files_again(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port) as engine:
+        return _update(engine)
+
+
+def a_byte_of_a_snapshot_flips(kind: str, path: str, port: int) -> Facts:
+    """For stock its own files, which have no checksums. Ours: a snapshot that a trainer with this package writes."""
+    with _started(kind, path, port) as engine:
+        file = _publish(Path(path), 2.0) if kind == "ours" else _stock_file(Path(path), 2.0)
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 0x40
+        file.write_bytes(data)
+        return _update(engine)
+
+
+def _stock_file(directory: Path, value: float) -> Path:
+    write_snapshot(directory, weights(value, value), 2)
+    return directory / "model_state.tp0.0.pdparams"
+
+
+def _publish(directory: Path, value: float) -> Path:
+    from fastdeploy_rl import WeightPublisher
+    from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter
+
+    for file in ("model_state.tp0.0.pdparams", "version.yaml"):
+        (directory / file).unlink()
+    channel = directory / "channel"
+    with WeightPublisher(channel) as publisher, SnapshotWriter(channel) as snapshots:
+        published = publisher.publish(weights(value, value), step=2)
+        snapshots.write(published)
+        snapshots.wait(20.0)
+    return next(file for file in sorted((channel / "snapshots").rglob("*")) if file.suffix == ".safetensors")
+
+
+def trainer_goes_on_writing(kind: str, path: str, port: int) -> Facts:
+    """After the update, into the memory that it lent."""
+    with _ipc_engine(kind, path, port) as (engine, memory):
+        before = engine.first_values()
+        memory["a.weight"][...] = 7.0
+        engine.await_that(lambda: engine.runner.decoded[-1][0] == 7.0, _MOMENT_S)
+        return _facts(engine) | {"before": before, "decoded with": engine.runner.decoded[-1][0]}
+
+
+# 8 ----------------------------------------------------------------------------------------------------
+
+
+def weights_sleep_and_wake_over_rsync(kind: str, path: str, port: int) -> Facts:
+    with _rsync_engine(kind, path, port) as engine:
+        asleep = engine.control("sleep", tags="weight")
+        awake = engine.control("wakeup", tags="weight")
+        return _facts(engine) | {"sleep": asleep, "wakeup": awake}
+
+
+def a_second_tag_sleeps_after_the_first(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port, is_v1=True) as engine:
+        first = engine.control("sleep", tags="weight")
+        both = engine.control("sleep", tags="weight,kv_cache")
+        return _facts(engine) | {"first": first["code"], "both": both["code"], "caches": engine.has_caches}
+
+
+def kv_cache_alone_sleeps_and_wakes(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port, is_v1=True, use_cudagraph=True) as engine:
+        engine.runner.captured.clear()
+        engine.runner.model.graphs_cleared = 0
+        sleep = engine.control("sleep", tags="kv_cache")
+        wakeup = engine.control("wakeup", tags="kv_cache")
+        graphs = {"cleared": engine.runner.model.graphs_cleared, "captured": len(engine.runner.captured)}
+        return _facts(engine) | {"sleep": sleep["code"], "wakeup": wakeup["code"], "graphs": graphs}
+
+
+# 9 ----------------------------------------------------------------------------------------------------
+
+
+def engine_gives_up_and_resumes() -> Facts:
+    """FastDeploy's engine side, as far as it decides: a worker that does not answer in time, then a resume."""
+    engine = EngineService.__new__(EngineService)
+    engine._pause_cond, engine.is_paused = threading.Condition(), True
+    engine.llm_logger = SimpleNamespace(info=print, error=print, warning=print)
+    engine.cfg = SimpleNamespace(cache_config=SimpleNamespace(num_cpu_blocks=0, kvcache_storage_backend=None))
+    never = SimpleNamespace(get=_never)
+    engine._ctrl_output_queues, engine._ctrl_response_mailboxes = {"ctrl_w2e_rank0_1": never}, {"ctrl_w2e_rank0_1": {}}
+    try:
+        asyncio.run(engine._wait_for_control_responses("1", timeout=0.2, executors=["worker"]))
+        outcome = "answered"
+    except Exception as error:
+        outcome = f"raised {error}"
+    engine._control_resume(SimpleNamespace(request_id="2"))
+    return {"update": outcome, "is_paused": engine.is_paused}
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def front_end_gives_up(kind: str, path: str, port: int) -> Facts:
+    """The legacy route with a short limit, while the update takes longer; then a second look."""
+    with _started(kind, path, port) as engine:
+        client = _client(engine)
+        engine.store(-1)
+        engine.await_word(-2)
+        write_snapshot(Path(path), weights(2, 2), 2)
+        with _slow_loads(2.5):
+            code, body = client.update_model_weight(timeout=0)
+            gave_up = {"code": code, "msg": body["msg"], "word": engine.load()}
+            again = client.clear_load_weight(timeout=0)
+            engine.await_word(0)
+        return _facts(engine) | {"gave up": gave_up, "clear": {"code": again[0], "msg": again[1]["msg"]}}
+
+
+@contextmanager
+def _slow_loads(seconds: float) -> Iterator[None]:
+    load = paddle.load
+
+    def slowly(*arguments: Any, **more: Any) -> Any:
+        time.sleep(seconds)
+        return load(*arguments, **more)
+
+    with patched(paddle, load=slowly):
+        yield
+
+
+def _client(engine: Engine) -> Any:
+    """FastDeploy's EngineClient without its sockets."""
+    client = EngineClient.__new__(EngineClient)
+    client.clear_update_lock = threading.Lock()
+    client.model_weights_status_signal = engine.word
+    client.kv_cache_status_signal = engine._signals["kv_cache_status"]
+    client.prefix_tree_status_signal = engine._signals["prefix_tree_status"]
+    client.enable_cache_transfer = client.enable_prefix_caching = False
+    client.data_parallel_info = {}
+    return client
+
+
+# 10 ---------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """The closed package `checkpoint_transfer`, as far as FastDeploy calls it: counts which tensors that it gave are
+    held at once."""
+
+    most_held = 0
+
+    def __init__(self, directory: str, local_rank: int, group_size: int) -> None:
+        pass
+
+    def initialize(self) -> None:
+        pass
+
+    def receive_stream(self, step_id: str, verify_checksum: bool) -> Iterator[tuple[str, Any]]:
+        alive: list[weakref.ref[Any]] = []
+        for name, array in weights(float(step_id), float(step_id)).items():
+            tensor = paddle.to_tensor(array)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+            _Stream.most_held = max(_Stream.most_held, sum(ref() is not None for ref in alive))
+
+
+@contextmanager
+def _rsync_engine(kind: str, path: str, port: int) -> Iterator[Engine]:
+    import sys
+    from importlib.machinery import ModuleSpec
+
+    package = ModuleType("checkpoint_transfer")
+    package.__spec__, package.__path__ = ModuleSpec("checkpoint_transfer", None), []
+    package.CheckpointTransfer = _Stream
+    sys.modules["checkpoint_transfer"] = package
+    directory = _directory(path)
+    (directory / "version.yaml").write_text("step: 1\nversion: 1\n")
+    options = {"load_strategy": "rsync", "rsync_config": {"directory": str(directory)}}
+    try:
+        with Engine(kind, directory, port, is_v1=True, **options) as engine:
+            if engine.ended:
+                raise RuntimeError(engine.ended)
+            yield engine
+    finally:
+        del sys.modules["checkpoint_transfer"]
+
+
+def state_dict_streams_in(kind: str, path: str, port: int) -> Facts:
+    with _rsync_engine(kind, path, port) as engine:
+        _Stream.most_held = 0
+        answer = engine.control("update_weights", version="2", verify_checksum=True)
+        return _facts(engine) | {"answer": answer, "held at once": _Stream.most_held, "tensors": len(weights(1, 1))}
+
+
+# 11 ---------------------------------------------------------------------------------------------------
+
+
+def main_and_mtp_have_a_name_in_common(kind: str, path: str, port: int) -> Facts:
+    with _started(kind, path, port, spec_method=SpecMethod.MTP) as engine:
+        main_was = engine.first_values()["a.weight"]
+        write_snapshot(Path(path), weights(2, 2), 2)
+        facts = _update(engine)
+        mtp = engine.runner.proposer.model.state_dict()["a.weight"]
+        return facts | {"main": facts["values"]["a.weight"], "main was": main_was, "mtp": float(mtp[0, 0])}
+
+
+# 12 ---------------------------------------------------------------------------------------------------
+
+
+def gpu_is_named_by_its_uuid(kind: str, path: str, port: int) -> Facts:
+    directory, uuid = _directory(path), "GPU-11111111-aaaa-4aaa-8aaa-000000000001"
+    os.environ["CUDA_VISIBLE_DEVICES"] = uuid
+    try:
+        write_snapshot(directory, weights(1, 1), 1)
+        (directory / "model_state.tp0.0.pdparams").rename(directory / f"model_state.tp0.{uuid}.pdparams")
+        with Engine(kind, directory, port) as engine:
+            return {"loop": engine.last_line or "runs", "values": None if engine.ended else engine.first_values()}
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def signal_is_made_anew(kind: str, path: str, port: int) -> Facts:
+    """As FastDeploy's engine does when it starts again: then a trainer attaches, and asks for an update."""
+    with _started(kind, path, port) as engine:
+        write_snapshot(Path(path), weights(2, 2), 2)
+        anew = IPCSignal(
+            name="model_weights_status", array=np.zeros([1], np.int32), dtype=np.int32, suffix=port, create=True
+        )
+        anew.value[0] = 1
+        turns = engine.tasks.num_turns
+        engine.await_that(lambda: int(anew.value[0]) == 0, 2 * _MOMENT_S)
+        engine.await_that(lambda: engine.tasks.num_turns > turns + 2, _MOMENT_S)
+        facts = _facts(engine) | {"new word": int(anew.value[0])}
+        anew.value[0] = 0
+        return facts

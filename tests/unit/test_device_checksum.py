@@ -45,3 +45,10 @@ def test_nothing_has_the_checksum_zero_and_takes_no_tables() -> None:
 def test_no_rows_at_a_time_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         DeviceChecksum(np, batch_rows=0)
+
+
+def test_a_tensor_of_torch_has_the_checksum_of_its_bytes() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed here")
+    for num_bytes in (3, 4, 3 * ROW_BYTES + 10):
+        data = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+        assert DeviceChecksum(torch, batch_rows=2).of_bytes(torch.from_numpy(data)) == of_bytes(data)

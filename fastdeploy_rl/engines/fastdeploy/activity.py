@@ -1,7 +1,7 @@
 """That the plugin is active, and what it did: lines in a log of its own, and metrics beside FastDeploy's.
 
-Owns the names of both. Refuses to know why. Invariant: nothing here fails a worker that works: where there is nowhere to
-show a metric, or no log directory of FastDeploy's, the line in the worker's own log is left.
+Owns the names of both. Refuses to know why. Invariant: nothing here fails a worker that works: where there is nowhere
+to show a metric the lines are left.
 """
 
 import logging
@@ -29,7 +29,11 @@ def open_log() -> None:
 def tell_active(rank: int, port: int, load_strategy: str, version: str) -> None:
     """This rank's runner keeps its weights by this package."""
     _log.warning(
-        "event=active runner=fastdeploy_rl rank=%d port=%d load_strategy=%s version=%s", rank, port, load_strategy, version
+        "event=active runner=fastdeploy_rl rank=%d port=%d load_strategy=%s version=%s",
+        rank,
+        port,
+        load_strategy,
+        version,
     )
     if metrics := _metrics():
         metrics["active"].labels(rank=str(rank), load_strategy=load_strategy).set(1)
@@ -56,6 +60,8 @@ def _metrics() -> dict[str, Any]:
             multiprocess_mode="liveall",
         ),
         "commands": Counter(
-            "fastdeploy_rl_commands", "Calls of FastDeploy's for weights, by how they ended", ["rank", "command", "outcome"]
+            "fastdeploy_rl_commands",
+            "Calls of FastDeploy's for weights, by how they ended",
+            ["rank", "command", "outcome"],
         ),
     }

@@ -46,6 +46,10 @@ class Boundary:
         self._take(CallRecord(self._record.sequence + 1, number, at_round, error, cut))
         self._board.write(self._record, layout.CALL_OFFSET)
 
+    def leave(self) -> None:
+        """Rank 0 waits no longer for those whom it released."""
+        self._board.store(layout.meeting_offset(self._rank), _left(self._record.sequence))
+
     # --- the others --------------------------------------------------------------------------------
 
     def number_at(self, at_round: int) -> int:
@@ -57,6 +61,14 @@ class Boundary:
             return 0
         self._take(record)
         return record.number
+
+    def skip_stale(self) -> None:
+        """For a rank that is about to listen: a release that rank 0 waits no longer for is of a call that this rank
+        never came to."""
+        if self._is_called():
+            record = self._board.read(CallRecord, layout.CALL_OFFSET)
+            if self.is_release(record) and self._board.load(layout.meeting_offset(0)) == _left(record.sequence):
+                self._take(record)
 
     def listen(self, deadline_ns: int | None) -> CallRecord:
         """The next call to those who listen. PeerLostError where rank 0 died; DeadlineExceededError."""
@@ -106,3 +118,8 @@ class Boundary:
     def _missing(self, meeting: int) -> list[int]:
         ranks = range(self._board.num_ranks)
         return [rank for rank in ranks if self._board.load(layout.meeting_offset(rank)) < meeting]
+
+
+def _left(sequence: int) -> int:
+    """What rank 0 shows when it has gone back to the loop after that call."""
+    return sequence * _MAX_MEETINGS + _MAX_MEETINGS - 1

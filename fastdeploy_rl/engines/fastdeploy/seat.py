@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
@@ -104,6 +105,14 @@ class Seat:
             metas_dir=settings.metas_dir,
         )
 
+    def __enter__(self) -> "Seat":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends the threads and lets go of weights, leases and, on rank 0, the board."""
         self._stack.close()
@@ -123,6 +132,10 @@ class Seat:
         self._boundary.meet()
 
     # --- where FastDeploy calls for a command ------------------------------------------------------
+
+    def is_asked_for(self, value: LegacyStatus) -> bool:
+        """A trainer's signal stands in the status word."""
+        return self._word.load() == value
 
     def attend_word(self, wanted: LegacyStatus) -> None:
         """Stands still until the status word reads `wanted`, which is how FastDeploy's own loop goes on; runs what
@@ -200,6 +213,7 @@ class Seat:
 
     def _follow(self) -> None:
         """Another rank: runs what rank 0 calls to, until that releases it, or lets its caller down."""
+        self._boundary.skip_stale()
         while True:
             record = self._boundary.listen(None)
             if not self._boundary.is_release(record):
@@ -234,6 +248,7 @@ class Seat:
     def _release(self, failure: FastDeployRLError | None) -> None:
         self._boundary.release(self._last_number, failure)
         self._meet_at_release()
+        self._boundary.leave()
 
     def _meet_at_release(self) -> None:
         """Nobody goes back to the loop while another one may still take the next call for the last one."""

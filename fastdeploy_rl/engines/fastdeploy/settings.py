@@ -35,7 +35,9 @@ class PluginOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     channel: Annotated[
         _Text,
-        Meta(description="Directory in which a trainer publishes with this package. Empty: the user's default channel."),
+        Meta(
+            description="Directory in which a trainer publishes with this package. Empty: the user's default channel."
+        ),
     ] = ""
     metas_dir: Annotated[
         _Text,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastdeploy_rl.manager import DynamicWeightManager as DynamicWeightManager
     from fastdeploy_rl.model_group import ModelGroup as ModelGroup
     from fastdeploy_rl.plan.namespaces import namespaced as namespaced
+    from fastdeploy_rl.publish.fastdeploy_compat import FastDeployFiles as FastDeployFiles
     from fastdeploy_rl.publish.publisher import WeightPublisher as WeightPublisher
     from fastdeploy_rl.publish.snapshot_writer import SnapshotWriter as SnapshotWriter
     from fastdeploy_rl.publish.weight_server import WeightServer as WeightServer
@@ -21,6 +22,7 @@ _EXPORTS = {
     "AsyncEngineController": "fastdeploy_rl.control.async_controller",
     "DynamicWeightManager": "fastdeploy_rl.manager",
     "EngineController": "fastdeploy_rl.control.controller",
+    "FastDeployFiles": "fastdeploy_rl.publish.fastdeploy_compat",
     "ModelGroup": "fastdeploy_rl.model_group",
     "SnapshotWriter": "fastdeploy_rl.publish.snapshot_writer",
     "WeightPublisher": "fastdeploy_rl.publish.publisher",
@@ -33,6 +35,7 @@ __all__ = [
     "AsyncEngineController",
     "DynamicWeightManager",
     "EngineController",
+    "FastDeployFiles",
     "ModelGroup",
     "SnapshotWriter",
     "WeightPublisher",

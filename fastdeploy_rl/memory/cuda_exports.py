@@ -248,7 +248,7 @@ class CudaExporter:
     def _new_export(self, base: int, num_bytes: int) -> _Export:
         with driver_errors(f"the allocation at {base:#x} cannot be exported"):
             if not self._context.is_exportable(base):
-                raise CudaError(_not_exportable(base))
+                raise CudaError(not_exportable(base))
             handle = self._context.export_handle(base)
         nonce = new_token()
         row = self._table.add(nonce)
@@ -310,7 +310,8 @@ def _check_inside(offset: int, num_bytes: int, allocation_bytes: int) -> None:
         raise SegmentError(f"{num_bytes} bytes at {offset} are not inside an allocation of {allocation_bytes}")
 
 
-def _not_exportable(base: int) -> str:
+def not_exportable(base: int) -> str:
+    """Why the driver gives no handle of the allocation there, and how to get another allocator."""
     return (
         f"the driver exports no memory like that at {base:#x}: it is another process's, or a virtual-memory or "
         "stream-ordered allocator's. For torch set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, for Paddle "

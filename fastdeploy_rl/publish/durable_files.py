@@ -7,10 +7,11 @@ written and by whom. Invariant: whatever fails, what was at the path is there st
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdeploy_rl.errors import NoSpaceError, SegmentError
 
@@ -31,21 +32,50 @@ def storing(path: Path, advice: str) -> Iterator[None]:
         raise SegmentError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def write_whole(path: Path, pieces: "Iterable[Buffer]", mode: int = 0o600) -> None:
-    """Puts the pieces into a file at `path`, in place of one that is there. OSError as the system gives it."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+class PendingFile(NamedTuple):
+    """A file that is written, on the disk, and not yet at its `path`."""
+
+    path: Path
+    unfinished: Path
+
+    def finish(self) -> None:
+        """Puts it there, in place of one that is there. OSError as the system gives it."""
+        os.rename(self.unfinished, self.path)
+        sync_directory(self.path.parent)
+
+    def discard(self) -> None:
+        """Removes it; nothing to do where it was finished."""
+        self.unfinished.unlink(missing_ok=True)
+
+
+def write_pending(path: Path, pieces: "Iterable[Buffer]", mode: int = 0o600, group: int | None = None) -> PendingFile:
+    """Writes the pieces beside `path`. `group`: whose the file is to be, and who may read it then. OSError as the
+    system gives it."""
+    pending = PendingFile(path, path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp"))
+    descriptor = os.open(pending.unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(descriptor, "wb") as file:
+            if group is not None:
+                os.fchown(file.fileno(), -1, group)
+                os.fchmod(file.fileno(), mode | stat.S_IRGRP)
             for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(unfinished, path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        pending.discard()
         raise
-    sync_directory(path.parent)
+    return pending
+
+
+def write_whole(path: Path, pieces: "Iterable[Buffer]", mode: int = 0o600) -> None:
+    """Puts the pieces into a file at `path`, in place of one that is there. OSError as the system gives it."""
+    pending = write_pending(path, pieces, mode)
+    try:
+        pending.finish()
+    except BaseException:
+        pending.discard()
+        raise
 
 
 def sync_directory(path: Path) -> None:

@@ -12,16 +12,19 @@ model directory `.pdparams` are safetensors files in spite of their name; only i
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastdeploy_rl.errors import ConfigurationError
 from fastdeploy_rl.memory.file_map import HeaderEntry, encode_header
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
 from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
-from fastdeploy_rl.publish.durable_files import storing, write_whole
+from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+_ADVICE = "make room there"
 
 
 def part_name(rank: int, gpu: str | int, part: int) -> str:
@@ -41,18 +44,53 @@ def write_model_state(
 
     Returns the files. TrainerError for a tensor that cannot be taken as it is, NoSpaceError or SegmentError where a
     file cannot be written: then the files before it are new and the others are as they were."""
+    state = prepare_model_state(directory, _borrowed(tensors), rank=rank, gpu=gpu, num_parts=num_parts)
+    try:
+        return state.finish()
+    except BaseException:
+        state.discard()
+        raise
+
+
+class PendingModelState(NamedTuple):
+    """A rank's files, written beside the places where they go. `pattern`: of the parts that a rank may have there."""
+
+    directory: Path
+    files: tuple[PendingFile, ...]
+    pattern: str
+
+    def finish(self) -> list[Path]:
+        """Puts them in place, and takes away parts of an earlier, finer split."""
+        paths = [file.path for file in self.files]
+        for file in self.files:
+            with storing(file.path, _ADVICE):
+                file.finish()
+        for surplus in self.directory.glob(self.pattern):
+            if surplus not in paths:
+                surplus.unlink()
+        return paths
+
+    def discard(self) -> None:
+        for file in self.files:
+            file.discard()
+
+
+def prepare_model_state(
+    directory: str | Path, tensors: Mapping[str, HostTensor], *, rank: int, gpu: str | int, num_parts: int = 1
+) -> PendingModelState:
+    """As `write_model_state`, up to the moment where the files appear."""
     if not 1 <= num_parts <= max(1, len(tensors)):
         raise ConfigurationError(f"{len(tensors)} tensors cannot be split over {num_parts} files")
-    directory, borrowed = Path(directory), _borrowed(tensors)
-    if num_parts == 1:
-        paths = [_write(directory / file_name(rank, gpu), _safetensors(borrowed))]
-    else:
-        shares = enumerate(_shares(borrowed, num_parts))
-        paths = [_write(directory / part_name(rank, gpu, part), _safetensors(share)) for part, share in shares]
-    for surplus in directory.glob(part_name(rank, gpu, 0).replace("part0", "part*")):
-        if surplus not in paths:
-            surplus.unlink()
-    return paths
+    names = [file_name(rank, gpu)] if num_parts == 1 else [part_name(rank, gpu, part) for part in range(num_parts)]
+    written: list[PendingFile] = []
+    try:
+        for name, share in zip(names, _shares(tensors, num_parts), strict=True):
+            written.append(_pending(Path(directory) / name, _safetensors(share)))
+    except BaseException:
+        for file in written:
+            file.discard()
+        raise
+    return PendingModelState(Path(directory), tuple(written), part_name(rank, gpu, 0).replace("part0", "part*"))
 
 
 def write_saved_model_state(directory: str | Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int) -> Path:
@@ -73,6 +111,9 @@ def write_version(directory: str | Path, step: int) -> None:
 def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[str, HostTensor]]:
     """In order, cut where a part has its share of the bytes; none is empty."""
     names = list(tensors)
+    if num_parts == 1:
+        yield dict(tensors)
+        return
     ends = list(accumulate(tensor.key.num_bytes for tensor in tensors.values()))
     start = 0
     for part in range(num_parts):
@@ -94,8 +135,18 @@ def _borrowed(tensors: Mapping[str, Any]) -> dict[str, HostTensor]:
     return {name: borrow(tensor, name) for name, tensor in tensors.items()}
 
 
-def _write(path: Path, pieces: "Iterable[Buffer]") -> Path:
+def _pending(path: Path, pieces: "Iterable[Buffer]") -> PendingFile:
     """Readable by everybody: FastDeploy need not run as its trainer does."""
-    with storing(path, "make room there"):
-        write_whole(path, pieces, 0o644)
+    with storing(path, _ADVICE):
+        return write_pending(path, pieces, 0o644)
+
+
+def _write(path: Path, pieces: "Iterable[Buffer]") -> Path:
+    pending = _pending(path, pieces)
+    try:
+        with storing(path, _ADVICE):
+            pending.finish()
+    except BaseException:
+        pending.discard()
+        raise
     return path

@@ -23,6 +23,7 @@ from fastdeploy_rl.publish.arrangement import NO_SHARDS, Shards, arrange
 from fastdeploy_rl.publish.arrangement import Shard as Shard
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.publish.copying import OnProgress
+from fastdeploy_rl.publish.fastdeploy_compat import CompatPublisher, CompatState, FastDeployFiles, check_compat
 from fastdeploy_rl.publish.leases import NUM_ARENAS
 from fastdeploy_rl.publish.meeting import Part, checked_part
 from fastdeploy_rl.publish.open_channel import OpenChannel, remove_unreadable
@@ -95,6 +96,7 @@ class WeightPublisher:
         self._max_arenas = max_arenas
         self._observer = observer
         self._opened: OpenChannel | None = None
+        self._compat = CompatPublisher(self._part)
 
     def start(self) -> None:
         """Takes the channel, and as part 0 a new epoch. ChannelBusyError, with its pid, where another is alive."""
@@ -106,6 +108,7 @@ class WeightPublisher:
         """Gives the channel up. The publication goes with it, unless `keep`: then the latest version stays for later
         engines until `retire`. Engines that hold a lease keep their memory either way. A second close does nothing."""
         opened, self._opened = self._opened, None
+        self._compat.close(keep)
         if opened is not None:
             opened.close(keep)
 
@@ -140,6 +143,8 @@ class WeightPublisher:
         borrow: bool = False,
         on_progress: OnProgress | None = None,
         deadline_s: float | None = None,
+        compat: str | None = None,
+        fastdeploy: FastDeployFiles | None = None,
     ) -> Published:
         """Makes the tensors the latest version, (epoch, `step`): copies them out, so that they may change as soon as
         this returns, or with `borrow` exports them where they lie, so that they must not until `wait_released`.
@@ -152,21 +157,38 @@ class WeightPublisher:
         is told how many of this process's bytes are done. Blocks while every arena is leased and until the other parts
         are there, `deadline_s` at most; returns the same on every part.
 
+        `compat` "fastdeploy", with `fastdeploy` for where: besides, the files that stock FastDeploy reads, in place
+        when this returns, whose writing no deadline bounds (publish/fastdeploy_compat.py). Tensors may be in CUDA
+        memory then, where each rank has a process (`part`): FastDeploy is told where they lie, so that they must not
+        change while it updates, and stay alive until the next publication; our own is a copy in host memory.
+
         On any error LATEST is what it was and nothing is held. VersionRegressError: `step` is not above the last one.
         TrainerError, ConfigurationError: a tensor, a name or the layout cannot be published, or parts do not fit
         together. LifecycleError: borrowed memory was not taken back. DeadlineExceededError: engines keep all arenas,
         or parts are missing; they are named. PeerLostError: another part died. NoSpaceError: no room in /dev/shm.
         """
         opened = self._started()
+        check_compat(compat, fastdeploy)
         began = time.monotonic()
-        until_ns = _deadline_ns(self._deadline_s if deadline_s is None else deadline_s)
+        wait_s = config.checked_deadline(self._deadline_s if deadline_s is None else deadline_s)
         with opened.telling_others(step):
             if borrow and layout != "full":
                 raise ConfigurationError(
                     f"borrowed tensors are published as they lie: layout 'full', got {layout!r:.80}"
                 )
-            arrangement = arrange(_borrow_all(state_dict), layout, convention, shards)
-            manifest = opened.publish(Wish(arrangement, step, borrow, until_ns, on_progress), self._observer)
+            _check_state_dict(state_dict)
+            state = CompatState.of(state_dict) if fastdeploy is not None else CompatState(_borrow_all(state_dict), None)
+            arrangement = arrange(state.hosts, layout, convention, shards)
+            pending = self._compat.prepare(arrangement, state, fastdeploy) if fastdeploy is not None else None
+            try:
+                wish = Wish(arrangement, step, borrow, _deadline_ns(wait_s), on_progress)
+                manifest = opened.publish(wish, self._observer)
+            except BaseException:
+                if pending is not None:
+                    pending.discard()
+                raise
+        if pending is not None:
+            self._compat.finish(pending, step)
         seconds = time.monotonic() - began
         num_bytes = sum(tensor.num_bytes for tensor in manifest.tensors)
         _log.info(
@@ -212,7 +234,7 @@ def _deadline_ns(deadline_s: float) -> int:
     return time.monotonic_ns() + int(config.checked_deadline(deadline_s) * 1e9)
 
 
-def _borrow_all(state_dict: Mapping[str, Any]) -> dict[str, HostTensor]:
+def _check_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         got = type(state_dict).__name__
         raise TrainerError(f"expected a mapping of names to tensors, such as model.state_dict(); got {got}")
@@ -221,4 +243,7 @@ def _borrow_all(state_dict: Mapping[str, Any]) -> dict[str, HostTensor]:
     for name in state_dict:
         if not isinstance(name, str):
             raise TrainerError(f"tensor names are text, got {name!r:.80} ({type(name).__name__})")
+
+
+def _borrow_all(state_dict: Mapping[str, Any]) -> dict[str, HostTensor]:
     return {name: borrow_tensor(tensor, name) for name, tensor in state_dict.items()}

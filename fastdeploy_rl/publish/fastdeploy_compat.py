@@ -1,0 +1,266 @@
+"""A publication as stock FastDeploy reads it, beside our own: `publish(..., compat="fastdeploy", fastdeploy=...)`.
+
+Owns which files a publication has there, and that they appear together with it: they are written before it is
+announced, put in place after it, and `version.yaml` last. Refuses to know formats (`fastdeploy_files`,
+`memory.ipc_metas`). Invariant: where a publication fails, the files are those of the one before, and nothing unfinished
+is left; device tensors that a file names stay alive until the next publication or the publisher's end.
+
+One process has whole tensors in CPU memory and writes the slices of every rank; or, with `part=(rank, count)`, each
+process has what its rank has, in CPU or in CUDA memory, and writes its own file.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdeploy_rl.config import cuda_visible_devices
+from fastdeploy_rl.dtypes import numpy_dtype
+from fastdeploy_rl.errors import ConfigurationError, TrainerError
+from fastdeploy_rl.manifest import layout_ranks
+from fastdeploy_rl.memory.cuda_handles import CudaHandles
+from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
+from fastdeploy_rl.memory.ipc_metas import write_ipc_metas
+from fastdeploy_rl.plan import namespaces
+from fastdeploy_rl.publish.arrangement import ArrangedTensor, Arrangement
+from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
+from fastdeploy_rl.publish.fastdeploy_files import PendingModelState, prepare_model_state, write_version
+from fastdeploy_rl.publish.meeting import Part
+
+_log = logging.getLogger(__name__)
+
+FASTDEPLOY = "fastdeploy"
+"""What `compat` may be."""
+SHARED_DIR = Path("/shared_ipc_meta")
+_DLPACK_CUDA = 2
+
+
+@dataclass(frozen=True)
+class FastDeployFiles:
+    """Where stock FastDeploy looks, and what it calls the devices of its ranks.
+
+    `model_dir`: its `--model`, for `model_state.tp{rank}.{gpu}.pdparams`, `version.yaml` and `version.txt`. `gpus`: the
+    physical device of each tensor-parallel rank, as the engine's CUDA_VISIBLE_DEVICES lists it (stock FastDeploy knows
+    indices only); empty: as this process's does, else 0, 1, ... `num_parts`: files of a rank, which FastDeploy loads
+    one at a time. `metas_dir`: for `ipc_metas_{gpu}`, of tensors in CUDA memory; it has to exist."""
+
+    model_dir: str | Path
+    gpus: Sequence[str | int] = ()
+    num_parts: int = 1
+    metas_dir: str | Path = field(default=SHARED_DIR)
+
+    def rank_gpus(self, num_ranks: int) -> tuple[str, ...]:
+        """One for each rank. ConfigurationError for another number than that, or what no file can be called."""
+        given = [str(gpu).strip() for gpu in self.gpus]
+        if not given:
+            listed = [entry.strip() for entry in (cuda_visible_devices() or "").split(",") if entry.strip()]
+            given = listed[:num_ranks] if len(listed) >= num_ranks else list(map(str, range(num_ranks)))
+        if len(given) != num_ranks or len(set(given)) != num_ranks:
+            raise ConfigurationError(f"{num_ranks} ranks need a device each, got gpus={self.gpus!r:.200}")
+        for gpu in given:
+            if not gpu or not gpu.replace("-", "").isalnum() or not gpu.isascii():
+                raise ConfigurationError(f"gpus: no device is called {gpu!r:.80}")
+        return tuple(given)
+
+
+def check_compat(compat: str | None, files: FastDeployFiles | None) -> None:
+    """ConfigurationError unless both are given, or neither."""
+    if compat not in (None, FASTDEPLOY):
+        raise ConfigurationError(f"compat must be None or {FASTDEPLOY!r}, got {compat!r:.80}")
+    if (compat is None) != (files is None):
+        raise ConfigurationError(f"compat={FASTDEPLOY!r} and fastdeploy=FastDeployFiles(...) go together")
+
+
+def is_on_cuda(tensor: Any) -> bool:
+    """Asked without an export, which would make the device wait."""
+    if isinstance(tensor, np.ndarray) or not hasattr(tensor, "__dlpack_device__"):
+        return False
+    with suppress(ValueError, BufferError, RuntimeError):
+        kind, _ = tensor.__dlpack_device__()
+        return int(kind) == _DLPACK_CUDA
+    return False
+
+
+class CompatState(NamedTuple):
+    """A state dict for both readers: `hosts` is what our own publication is made of, `handles` has what of it lies in
+    CUDA memory (None: nothing)."""
+
+    hosts: dict[str, HostTensor]
+    handles: CudaHandles | None
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> "CompatState":
+        """CUDA tensors are copied to host memory. TrainerError where only some of them are CUDA tensors: FastDeploy
+        reads a rank's tensors from one place."""
+        on_cuda = {name: tensor for name, tensor in state_dict.items() if is_on_cuda(tensor)}
+        if not on_cuda:
+            return cls({name: borrow(tensor, name) for name, tensor in state_dict.items()}, None)
+        for name in state_dict:
+            if name not in on_cuda:
+                raise TrainerError(
+                    f"{name!r:.600} is not in CUDA memory, others are: FastDeploy reads a rank's tensors from one place"
+                )
+        handles = CudaHandles(on_cuda)
+        return cls({name: _copied(handles, name) for name in on_cuda}, handles)
+
+
+def _copied(handles: CudaHandles, name: str) -> HostTensor:
+    tensor = handles.tensor(name)
+    copy = np.frombuffer(handles.read(name), numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+    return borrow(copy, name)
+
+
+class PendingCompat(NamedTuple):
+    """The files of a publication that is not announced yet."""
+
+    files: FastDeployFiles
+    states: tuple[PendingModelState, ...]
+    metas: PendingFile | None
+    handles: CudaHandles | None
+
+    def discard(self) -> None:
+        for state in self.states:
+            state.discard()
+        if self.metas is not None:
+            self.metas.discard()
+        if self.handles is not None:
+            self.handles.release()
+
+
+class CompatPublisher:
+    """What one publisher keeps for stock readers between publications."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._handles: CudaHandles | None = None
+        self._metas: tuple[Path, int] | None = None
+
+    def prepare(self, arrangement: Arrangement, state: CompatState, files: FastDeployFiles) -> PendingCompat:
+        """Writes the files beside their places. ConfigurationError where a layout, a convention or the parts do not
+        fit to what FastDeploy reads; NoSpaceError, SegmentError, CudaError. Then nothing is left."""
+        _check_as_engine_has_them(arrangement)
+        ranks = self._ranks(arrangement, state)
+        gpus = files.rank_gpus(self._part.count if self._part.count > 1 else len(ranks))
+        if state.handles is not None:
+            return self._prepare_metas(arrangement, state.handles, files, gpus[self._part.index])
+        return self._prepare_files(arrangement, ranks, files, gpus)
+
+    def _ranks(self, arrangement: Arrangement, state: CompatState) -> list[int | None]:
+        """Which ranks' slices this process writes; None: everything it has."""
+        num_cut = layout_ranks(arrangement.layout)
+        if self._part.count > 1 or num_cut <= 1:
+            return [None]
+        if state.handles is not None:
+            raise ConfigurationError(
+                f"layout {arrangement.layout}: CUDA tensors are published by one process for each rank, "
+                "WeightPublisher(part=(rank, count)), on that rank's device"
+            )
+        return list(range(num_cut))
+
+    def _prepare_files(
+        self, arrangement: Arrangement, ranks: Sequence[int | None], files: FastDeployFiles, gpus: Sequence[str]
+    ) -> PendingCompat:
+        with ExitStack() as undo:
+            states = []
+            for rank in ranks:
+                number = self._part.index if rank is None else rank
+                tensors = _flat(arrangement, rank)
+                state = prepare_model_state(
+                    files.model_dir, tensors, rank=number, gpu=gpus[number], num_parts=files.num_parts
+                )
+                undo.callback(state.discard)
+                states.append(state)
+            undo.pop_all()
+        return PendingCompat(files, tuple(states), None, None)
+
+    def _prepare_metas(
+        self, arrangement: Arrangement, handles: CudaHandles, files: FastDeployFiles, gpu: str
+    ) -> PendingCompat:
+        metas = handles.metas()
+        names = _flat_names(arrangement)
+        path = Path(files.metas_dir) / f"ipc_metas_{gpu}"
+        with storing(path, "make room there"):
+            group = _group_of(path.parent)
+            rows = {flat: metas[trainer_name] for flat, trainer_name in names.items()}
+            pending = write_pending(path, write_ipc_metas(rows), 0o600, group)
+        return PendingCompat(files, (), pending, handles)
+
+    def finish(self, pending: PendingCompat, step: int) -> None:
+        """Puts the files in place, and says the version last. NoSpaceError, SegmentError: some are in place and the
+        version is not said; the publication itself stands."""
+        for state in pending.states:
+            state.finish()
+        if pending.metas is not None:
+            with storing(pending.metas.path, "make room there"):
+                pending.metas.finish()
+                self._metas = pending.metas.path, os.stat(pending.metas.path).st_ino
+        if self._handles is not None:
+            self._handles.release()
+        self._handles = pending.handles
+        if self._part.index == 0:
+            write_version(pending.files.model_dir, step)
+
+    def close(self, keep: bool) -> None:
+        """Lets device tensors go, and takes away the file that names them, unless `keep`."""
+        handles, self._handles = self._handles, None
+        metas, self._metas = self._metas, None
+        if metas is not None and not keep:
+            with suppress(OSError):
+                path, inode = metas
+                if os.stat(path).st_ino == inode:
+                    path.unlink()
+        if handles is not None:
+            handles.release()
+
+
+def _check_as_engine_has_them(arrangement: Arrangement) -> None:
+    for tensor in arrangement.tensors:
+        if tensor.rule.is_transposed or tensor.rule.fused is not None:
+            raise ConfigurationError(
+                f"{tensor.trainer_name!r:.600} is turned or divided on its way to the engine, which stock FastDeploy "
+                "does not do: compat publishes tensors as the engine has them"
+            )
+
+
+def _group_of(directory: Path) -> int | None:
+    """The directory's, where it is open to it, and ours too. OSError where there is no such directory."""
+    status = os.stat(directory)
+    ours = {os.getegid(), *os.getgroups()}
+    return status.st_gid if status.st_mode & stat.S_IXGRP and status.st_gid in ours else None
+
+
+def _flat_names(arrangement: Arrangement) -> dict[str, str]:
+    """FastDeploy's name -> the trainer's. It has one dictionary for all models: of a name that the main model has too,
+    the main model's tensor counts."""
+    given = {tensor.name: tensor.trainer_name for tensor in arrangement.tensors}
+    given |= {alias: given[original] for alias, original in arrangement.aliases.items()}
+    flat: dict[str, str] = {}
+    for name in sorted(given, key=lambda name: namespaces.split(name).namespace != namespaces.MAIN):
+        bare = namespaces.split(name).name
+        if bare in flat:
+            _log.warning("event=left_out tensor=%r reason='FastDeploy has one name for it and for another'", name)
+            continue
+        flat[bare] = given[name]
+    return flat
+
+
+def _flat(arrangement: Arrangement, rank: int | None) -> dict[str, HostTensor]:
+    """A rank's tensors; None: all that this process has, as it has it."""
+    tensors = {tensor.trainer_name: tensor for tensor in arrangement.tensors}
+    return {flat: _slice(tensors[name], rank) for flat, name in _flat_names(arrangement).items()}
+
+
+def _slice(tensor: ArrangedTensor, rank: int | None) -> HostTensor:
+    axis, host = tensor.shard_axis, tensor.host
+    if rank is None or axis is None:
+        return host
+    piece = tensor.pieces[rank]
+    whole = np.frombuffer(memoryview(host.buffer), numpy_dtype(host.dtype)).reshape(host.shape)
+    index = (*[slice(None)] * axis, slice(piece.start, piece.stop))
+    return borrow(np.ascontiguousarray(whole[index]), tensor.name)

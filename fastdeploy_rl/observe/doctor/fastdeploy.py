@@ -202,7 +202,7 @@ def judge_runner(
 ) -> Check:
     if board.is_there and board.is_alive:
         if has_word:
-            seen = "" if processes else "; no process of FastDeploy is seen: fastdeploy-rl's engine, or another container"
+            seen = "" if processes else "; no process of FastDeploy is seen: an engine of ours, or another container"
             return ok("runner", f"ours: the board's owner lives ({who}){seen}")
         mend = "end it and start it again; FastDeploy's processes must not clear /dev/shm of a live engine"
         return fail("runner", f"ours ({who}), but {word_name(WEIGHTS_WORD, port)} is gone: nobody can ask it", mend)

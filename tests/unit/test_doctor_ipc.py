@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastdeploy_rl.cli.doctor import pid
-from fastdeploy_rl.observe.doctor import ipc
+from fastdeploy_rl.observe.doctor import fastdeploy, ipc
 from fastdeploy_rl.observe.doctor.allocators import hindrances, judge_allocator
 from fastdeploy_rl.observe.doctor.check import Check, Status
 from fastdeploy_rl.observe.doctor.device_choice import (
+    SETTINGS,
     choice_of,
     judge_choice,
     judge_same_devices,
@@ -325,3 +328,17 @@ def test_what_another_process_says_cannot_move_the_cursor() -> None:
 def test_what_is_no_process_id_is_refused(text: str) -> None:
     with pytest.raises(Exception, match="a process id is a whole number above 0"):
         pid(text)
+
+
+@given(st.dictionaries(st.sampled_from([*SETTINGS, "PYTORCH_CUDA_ALLOC_CONF", "FD_PLUGINS"]), st.text()), st.text())
+def test_whatever_stands_in_an_environment_is_judged_and_shown_on_one_line(
+    environ: dict[str, str], arguments: str
+) -> None:
+    choice = choice_of(environ)
+    checks = [judge_choice(choice), judge_same_names(choice, choice_of({})), judge_allocator(environ, True)]
+    for check in checks:
+        assert check.found.isprintable()
+        assert check.mend or check.status is Status.OK
+    problem = fastdeploy.why_not_selected([], environ.get("FD_PLUGINS"))
+    assert problem.isprintable()
+    assert all(name.startswith("--") for name in fastdeploy.parse_options(arguments.split("\0")))

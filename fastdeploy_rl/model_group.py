@@ -216,7 +216,7 @@ def _member(namespace: str, runner: ModelRunner, is_frozen: bool) -> _Member:
 
 
 def _as_in_group(spec: ParameterSpec, namespace: str, is_frozen: bool) -> ParameterSpec:
-    tied_to = None if spec.tied_to is None else namespaces.join(namespace, spec.tied_to)
+    tied_to = None if spec.tied_to is None else namespaces.resolve(namespace, spec.tied_to)
     moved = replace(
         spec,
         name=namespaces.join(namespace, spec.name),

@@ -34,6 +34,16 @@ def join(namespace: str, name: str) -> str:
     return f"{namespace}{_SIGN}{name}" if namespace else name
 
 
+def absolute(full_name: str) -> str:
+    """A name that stays what it is in whatever namespace it is looked up."""
+    return f"{_SIGN}{full_name}"
+
+
+def resolve(namespace: str, name: str) -> str:
+    """What `name` means to the model `namespace`: its own tensor of that name, unless it is `absolute`."""
+    return name.removeprefix(_SIGN) if name.startswith(_SIGN) else join(namespace, name)
+
+
 def is_bare(name: str) -> bool:
     """It can be a tensor's name inside its model."""
     return _SIGN not in name

@@ -30,7 +30,8 @@ def _model_runner() -> type:
     from fastdeploy_rl.engines.fastdeploy.activity import open_log
     from fastdeploy_rl.engines.fastdeploy.runner_class import runner_class
 
-    if current_platform.is_xpu() or current_platform.is_intel_hpu() or current_platform.is_maca():
+    others = (getattr(current_platform, name, None) for name in ("is_xpu", "is_intel_hpu", "is_maca"))
+    if any(is_other() for is_other in others if is_other is not None):
         raise RuntimeError("the plugin has a model runner for CUDA devices only; unset FD_PLUGINS on this platform")
     open_log()
     return runner_class(GPUModelRunner, get_model_loader)

@@ -113,7 +113,7 @@ def runner_class(base: type, get_model_loader: Callable[..., Any]) -> type:
         def is_sleeping(self) -> bool:
             """Nothing is computed then: also after a fence."""
             manager = self.dynamic_weight_manager
-            return bool(super().is_sleeping) or (manager is not None and not manager.is_ready)
+            return bool(getattr(super(), "is_sleeping", False)) or (manager is not None and not manager.is_ready)
 
         def _note_sleep(self) -> None:
             """FastDeploy's two marks, which its own methods set."""

@@ -107,15 +107,17 @@ class EngineSettings:
 
     @classmethod
     def of(cls, fd_config: Any, local_rank: int) -> "EngineSettings":
-        """From FastDeploy's FDConfig. ConfigurationError, naming field or option, for what cannot be."""
+        """From FastDeploy's FDConfig, of which releases before 2.5 lack some fields. ConfigurationError, naming field or
+        option, for what cannot be."""
         parallel, load = fd_config.parallel_config, fd_config.load_config
         check_load_strategy(load.load_strategy)
-        given = dict(load.rsync_config or {})
+        given = dict(getattr(load, "rsync_config", None) or {})
         options = _parsed(given.pop(OPTIONS_KEY, {}))
         ports = _ports(parallel)
         is_expert_parallel = bool(parallel.enable_expert_parallel) and int(parallel.expert_parallel_size) > 1
         rank, num_ranks = int(parallel.tensor_parallel_rank), int(parallel.tensor_parallel_size)
-        port = own_port = int(parallel.local_engine_worker_queue_port)
+        local_port = getattr(parallel, "local_engine_worker_queue_port", None)
+        port = own_port = int(ports[0] if local_port is None else local_port)
         if is_expert_parallel:
             rank, num_ranks, port = int(parallel.expert_parallel_rank), int(parallel.expert_parallel_size), ports[0]
         if int(getattr(fd_config, "nnode", 1) or 1) > 1 or num_ranks > MAX_RANKS:

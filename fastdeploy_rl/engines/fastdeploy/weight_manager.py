@@ -11,6 +11,7 @@ FastDeploy's own manager.
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import paddle
@@ -20,7 +21,7 @@ from fastdeploy_rl.engines.fastdeploy.cache_transfer import CacheTransfer
 from fastdeploy_rl.engines.fastdeploy.engine_hooks import EngineHooks
 from fastdeploy_rl.engines.fastdeploy.expert_parallel import ExpertParallel
 from fastdeploy_rl.engines.fastdeploy.model_runner import FastDeployModelRunner
-from fastdeploy_rl.engines.fastdeploy.model_weights import ModelWeights
+from fastdeploy_rl.engines.fastdeploy.model_weights import ModelWeights, check_patterns, shared_parameters
 from fastdeploy_rl.engines.fastdeploy.seat import Seat
 from fastdeploy_rl.engines.fastdeploy.settings import MTP, EngineSettings
 from fastdeploy_rl.errors import (
@@ -69,16 +70,20 @@ class DynamicWeightManager:
         return EngineHooks(gpu_runner, expert_parallel=self._expert_parallel, cache_transfer=cache_transfer)
 
     def _model_runner(self) -> ModelRunner:
-        settings, options = self.settings, self.settings.options
-        main, *others = (
-            ModelWeights(model, settings.rank, settings.num_ranks, rank_local=self._rank_local())
-            for model in self.model_list
-        )
-        runner = FastDeployModelRunner(main, self._hooks)
+        main, *others = self.model_list
+        weights = self._weights_of(main)
+        runner = FastDeployModelRunner(weights, self._hooks)
         if not others:
+            check_patterns(self.settings.options.rank_local, weights)
             return runner
-        mtp = FastDeployModelRunner(others[0])
-        return ModelGroup(runner, frozen=frozenset(options.frozen), **{MTP: mtp})
+        draft = self._weights_of(others[0], shared_parameters(others[0], main))
+        check_patterns(self.settings.options.rank_local, weights, draft)
+        frozen = frozenset(self.settings.options.frozen)
+        return ModelGroup(runner, frozen=frozen, **{MTP: FastDeployModelRunner(draft)})
+
+    def _weights_of(self, model: Any, shares: Mapping[str, str] | None = None) -> ModelWeights:
+        settings = self.settings
+        return ModelWeights(model, settings.rank, settings.num_ranks, rank_local=self._rank_local(), shares=shares)
 
     def _rank_local(self) -> tuple[str, ...]:
         """Under expert parallelism each rank has its own experts."""

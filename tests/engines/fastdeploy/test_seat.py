@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ from fastdeploy_rl import WeightPublisher
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, WORDS, StatusWord, create_words, unlink_words, word_name
 from fastdeploy_rl.config import ABORT, KEEP
 from fastdeploy_rl.control.controller import EngineController
+from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.fastdeploy.seat import Seat
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings, PluginOptions
-from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner, random_weights
 from fastdeploy_rl.errors import CoverageError, EngineNotFoundError, NoPublicationError
 from fastdeploy_rl.lifecycle import LegacyStatus

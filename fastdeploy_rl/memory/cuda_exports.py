@@ -74,9 +74,12 @@ class CudaAllocation:
         return self._exporter.export(self.address + offset, self.num_bytes - offset if num_bytes is None else num_bytes)
 
     def write(self, source: "Buffer", offset: int = 0) -> None:
-        """Host memory into the device's; done when it returns."""
+        """Host memory into the device's; done when it returns, also for other processes."""
         with driver_errors("copy to the device"):
             self._live_memory.write(offset, source)
+        # From pageable memory the driver returns when it has staged the bytes (CUDA Driver API, "API synchronization
+        # behavior"), and only what uses the same stream waits for them by itself.
+        self._exporter.synchronize()
 
     def read(self, target: "Buffer", offset: int = 0) -> None:
         """Device memory into the host's; done when it returns."""

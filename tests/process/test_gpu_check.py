@@ -43,6 +43,19 @@ def test_all_parts_pass_on_a_driver_that_keeps_the_rules_and_what_it_lacks_is_to
     assert (counters.frees_while_open, counters.live_allocations, counters.live_openings) == (0, 0, 0)
 
 
+def test_the_command_explains_itself_and_refuses_a_python_that_lacks_something(tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "gpu_check"), "--help"]
+    environ = {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=config.child_environ(environ), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "scripts/gpu_check --only ipc" in done.stdout
+    environ["PYTHONPATH"] = str(tmp_path)
+    (tmp_path / "msgspec.py").write_text("raise ImportError")
+    done = subprocess.run(command, env=config.child_environ(environ), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'numpy>=1.26' 'msgspec>=0.18'" in done.stderr
+
+
 def test_a_machine_without_a_device_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     code, told, printed = run(tmp_path / "told.json", {"FASTDEPLOY_RL_LIBCUDA": "/nonexistent/libcuda.so"})
     assert (code, told["outcome"], told["passed"], told["skipped"]) == (3, "no_device", 0, 1)

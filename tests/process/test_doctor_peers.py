@@ -118,12 +118,13 @@ def test_memory_goes_between_two_children_and_devices_are_compared_by_uuid(tmp_p
         first, second, mig = (device.uuid for device in cuda.devices)
         same = stack.enter_context(waiting(CUDA_VISIBLE_DEVICES=f"{mig},{first}", FLAGS_selected_gpus="1"))
         other = stack.enter_context(waiting(CUDA_VISIBLE_DEVICES="1", PYTORCH_ALLOC_CONF="expandable_segments:True"))
-        peers = ["--peer", str(same.pid), "--peer", str(other.pid)]
+        bare = stack.enter_context(waiting("env", "-u", "CUDA_VISIBLE_DEVICES"))
+        peers = [text for peer in (same, other, bare) for text in ("--peer", str(peer.pid))]
         command = [*CLI, "doctor", *peers, "--ipc-dir", str(tmp_path / "channel"), "--json"]
         environ = os.environ | cuda.environ | {"CUDA_VISIBLE_DEVICES": "0"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         counters = cuda.counters()
-    here, with_same, with_other = [found for title, found in sections(done.stdout).items() if "ipc" in title]
+    here, with_same, with_other, with_bare = [found for title, found in sections(done.stdout).items() if "ipc" in title]
     assert done.returncode == 1
     assert here["CUDA memory"] == ("ok", f"shared between two processes of this container, on {first}")
     assert (counters.exports, counters.opens, counters.live_allocations, counters.live_openings) == (1, 1, 0, 0)
@@ -134,6 +135,7 @@ def test_memory_goes_between_two_children_and_devices_are_compared_by_uuid(tmp_p
         f"here {first}, there {second}: CUDA memory opens on its own device only",
     )
     assert with_other["allocator"][0] == "fail"
+    assert with_bare["same devices"] == ("ok", f"both sides have {first}; one side only: {second}, {mig}")
 
 
 def sections(text: str) -> dict[str, dict[str, tuple[str, str]]]:
@@ -209,7 +211,8 @@ def test_the_entry_point_is_asked_as_fastdeploy_asks_it(
     plugin: str, runner: str, error: str, is_raised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, plugin)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    package = Path(plugin_probe.__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package}")
     monkeypatch.chdir(tmp_path)  # -m looks there first, and may find another distribution of our name
     answer = plugin_probe.try_plugin()
     assert (answer.version, answer.import_error) == ("2.9", "")

@@ -187,6 +187,8 @@ def test_a_gpu_is_meant_where_a_side_names_one_or_the_driver_is_loaded(machine: 
     driver.mkdir(parents=True)
     (driver / "version").touch()
     assert ipc.find_signs(machine.kernel, []).signs == ("NVIDIA's driver is loaded",)
+    machine.kernel._at("/proc/self/environ").write_text("CUDA_VISIBLE_DEVICES=\0")
+    assert not ipc.find_signs(machine.kernel, [])
 
 
 def test_no_driver_is_a_failure_where_a_gpu_is_meant_and_told_where_none_is() -> None:

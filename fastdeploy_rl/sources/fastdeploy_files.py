@@ -220,8 +220,7 @@ def _read_layout(directory: Path, ranks: Sequence[Sequence[str]], config: Source
             number += 1
     if any(each != aliases[0] for each in aliases):
         raise TrainerError(f"{directory}: the ranks' files do not agree which names are the same tensor")
-    joined = join_slices(config.parameters, slices)
-    return FileLayout(joined.layout, joined.tensors, joined.twins, aliases[0])
+    return FileLayout(*join_slices(config.parameters, slices, aliases[0]))
 
 
 def _slice(stored: StoredTensor, number: int) -> Slice:

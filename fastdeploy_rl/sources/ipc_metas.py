@@ -160,8 +160,8 @@ def _blocks(metas: Mapping[str, IpcMeta]) -> Iterator[DeviceBlock]:
 def _layout(directory: Path, tables: Sequence[_RankTable], config: SourceConfig) -> FileLayout:
     if any(table.aliases != tables[0].aliases for table in tables):
         raise TrainerError(f"{directory}: the ranks' tables do not agree which names are the same tensor")
-    joined = join_slices(config.parameters, [table.slices(number) for number, table in enumerate(tables)])
-    return FileLayout(joined.layout, joined.tensors, joined.twins, tables[0].aliases)
+    slices = [table.slices(number) for number, table in enumerate(tables)]
+    return FileLayout(*join_slices(config.parameters, slices, tables[0].aliases))
 
 
 def _segment(name: str, table: _RankTable) -> Segment:

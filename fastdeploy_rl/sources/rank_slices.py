@@ -6,17 +6,22 @@ values. Invariant: every slice lies in exactly one part or twin of the tensors t
 the model; rank r needs nothing but its own slices.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fastdeploy_rl.checksum import ZERO
-from fastdeploy_rl.coverage import MAX_LISTED_PROBLEMS, ParameterSpec
-from fastdeploy_rl.errors import CoverageError
+from fastdeploy_rl.coverage import MAX_LISTED_PROBLEMS, Coverage, ParameterSpec
+from fastdeploy_rl.errors import ConfigurationError, CoverageError
 from fastdeploy_rl.manifest import Fused, Part, Run, Tensor
+from fastdeploy_rl.plan import namespaces
 from fastdeploy_rl.plan.planner import check_divisible
 
 UNSUMMED = ZERO.hex()
 """The checksum of a tensor that nobody has read yet."""
+
+
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
 class Slice(NamedTuple):
@@ -29,34 +34,76 @@ class Slice(NamedTuple):
 
 
 class JoinedTensors(NamedTuple):
-    """`layout` as in a manifest; `tensors` are UNSUMMED. `twins`: where the other ranks have those that are not cut,
-    and should have the same bytes."""
+    """`layout` and `aliases` as in a manifest; `tensors` are UNSUMMED. `twins`: where the other ranks have those that
+    are not cut, and should have the same bytes."""
 
     layout: str
     tensors: tuple[Tensor, ...]
     twins: tuple[tuple[str, Part], ...]
+    aliases: dict[str, str]
 
 
-def join_slices(specs: Sequence[ParameterSpec], ranks: Sequence[Mapping[str, Slice]]) -> JoinedTensors:
-    """The whole tensors, `ranks[r]` being what rank r has, by the engine's names. CoverageError that lists every name
+class FlatNames(NamedTuple):
+    """What names without a namespace mean to an engine of several models. `renamed`: a name -> the only parameter it
+    can be; `shared`: a parameter of another model -> the main model's of the same name, which feeds both."""
+
+    renamed: dict[str, str]
+    shared: dict[str, str]
+
+
+def flat_names(specs: Sequence[ParameterSpec], names: Iterable[str]) -> FlatNames:
+    """FastDeploy has one dictionary for the main model and those beside it, so that its files say `NAME` for "mtp/NAME"
+    too. A name that one of the other models alone has is that one's; one that the main model has is the main model's,
+    and feeds the others' of that name, unless the files say those by their full names. ConfigurationError where two
+    models beside the main one have a name that the main one lacks."""
+    given = set(names)
+    parameters = {spec.name for spec in specs}
+    renamed: dict[str, str] = {}
+    shared: dict[str, str] = {}
+    for spec in specs:
+        namespace, name = namespaces.split(spec.name)
+        if namespace == namespaces.MAIN or name not in given or spec.name in given:
+            continue
+        if name in parameters:
+            if spec.coverage in (Coverage.UPDATED, Coverage.TIED):
+                shared[spec.name] = name
+        elif (other := renamed.setdefault(name, spec.name)) != spec.name:
+            raise ConfigurationError(f"{name} may be {other} or {spec.name}: name it with its model, as {spec.name}")
+    return FlatNames(renamed, shared)
+
+
+def join_slices(
+    specs: Sequence[ParameterSpec], ranks: Sequence[Mapping[str, Slice]], aliases: Mapping[str, str] = NO_ALIASES
+) -> JoinedTensors:
+    """The whole tensors, `ranks[r]` being what rank r has, by the engine's names or by FastDeploy's flat ones
+    (`flat_names`). `aliases`: further names of what they have -> its name. CoverageError that lists every name
     which is no parameter, which a rank lacks, or of which it has another shape or dtype than it should;
     ConfigurationError where the model cannot be cut for so many ranks.
 
     Parameters that nobody has are left out: whether they are needed is for `check_coverage` to say."""
     check_divisible(specs, len(ranks))
-    given = dict.fromkeys(name for slices in ranks for name in slices)
+    flat = flat_names(specs, [*(name for slices in ranks for name in slices), *aliases])
+    own = [{flat.renamed.get(name, name): piece for name, piece in slices.items()} for slices in ranks]
+    given = dict.fromkeys(name for slices in own for name in slices)
     by_name = {spec.name: spec for spec in specs}
-    problems = [problem for name in given for problem in _problems(name, by_name.get(name), ranks)]
+    problems = [problem for name in given for problem in _problems(name, by_name.get(name), own)]
     if problems:
         listed = problems[:MAX_LISTED_PROBLEMS]
         more = [f"... and {len(problems) - len(listed)} more"] if len(problems) > len(listed) else []
         raise CoverageError("\n".join([f"{len(problems)} problems with what the ranks have:", *listed, *more]))
-    joined = [join(by_name[name], [slices[name] for slices in ranks]) for name in given]
+    joined = [join(by_name[name], [slices[name] for slices in own]) for name in given]
     return JoinedTensors(
         layout=f"tp:{len(ranks)}",
         tensors=tuple(tensor for tensor, _ in joined),
         twins=tuple((tensor.name, twin) for tensor, twins in joined for twin in twins),
+        aliases=_aliases(flat, aliases),
     )
+
+
+def _aliases(flat: FlatNames, aliases: Mapping[str, str]) -> dict[str, str]:
+    """By the engine's names, each of a tensor and not of another alias."""
+    named = {flat.renamed.get(name, name): flat.renamed.get(target, target) for name, target in aliases.items()}
+    return named | {name: named.get(main, main) for name, main in flat.shared.items()}
 
 
 def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str, Slice]]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from fastdeploy_rl.manifest import Manifest, Part, Segment, build_manifest
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.plan.proofs import check_plan, check_reads
-from fastdeploy_rl.sources.rank_slices import JoinedTensors, Slice, join_slices
+from fastdeploy_rl.sources.rank_slices import JoinedTensors, Slice, flat_names, join_slices
 from fastdeploy_rl.update.planned_transfer import transfer_planned
 
 Array = NDArray[Any]
@@ -61,7 +61,7 @@ def slices_of(spec: ParameterSpec, num_ranks: int) -> list[Array]:
 
 def described(joined: JoinedTensors, segments: list[Mapping]) -> Manifest:
     listed = [Segment("file", f"rank{index}", segment.num_bytes, 0, 0) for index, segment in enumerate(segments)]
-    return build_manifest("1.1", joined.layout, listed, joined.tensors, {})
+    return build_manifest("1.1", joined.layout, listed, joined.tensors, joined.aliases)
 
 
 @settings(max_examples=150)
@@ -133,6 +133,43 @@ def test_everything_that_does_not_fit_is_listed_at_once() -> None:
 def test_a_model_that_cannot_be_cut_so_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not divide over 3 ranks"):
         join_slices([ParameterSpec("w", "F32", (4,), 0)], [{}, {}, {}])
+
+
+# --- names of several models in one dictionary -----------------------------------------------------------
+
+
+def test_flat_names_reach_the_model_that_has_them() -> None:
+    """FastDeploy's one dictionary: what the MTP model alone has is its own, and what both have is the main model's and
+    feeds both, under the names that an engine of ours gives them."""
+    own = ParameterSpec("mtp/eh_proj", "F32", (4,), None)
+    frozen = ParameterSpec("mtp/norm", "F32", (4,), None, Coverage.FROZEN)
+    specs = [ParameterSpec(name, "F32", (4,), None) for name in ("embed", "norm", "mtp/embed")] + [own, frozen]
+    files = {name: Slice("F32", (4,), 0, 16 * place) for place, name in enumerate(("embed", "norm", "eh_proj"))}
+    joined = join_slices(specs, [files])
+    assert [tensor.name for tensor in joined.tensors] == ["embed", "norm", "mtp/eh_proj"]
+    assert joined.aliases == {"mtp/embed": "embed"}
+    plan = make_plan(described(joined, [Mapping.private(ROOM)]), specs, 0, 1)
+    places = {p.name: [region.source_offset for region in p.regions] for p in plan.parameters}
+    assert places["mtp/embed"] == places["embed"] == [0]
+    assert places["mtp/eh_proj"] == [32]
+
+
+def test_a_full_name_is_taken_for_what_it_says() -> None:
+    specs = [ParameterSpec(name, "F32", (4,), None) for name in ("embed", "mtp/embed")]
+    assert flat_names(specs, ["embed", "mtp/embed"]) == ({}, {})
+
+
+def test_tied_names_follow_the_tensor_whose_names_they_are() -> None:
+    """`head` is another name of `embed` in the files; the MTP model has both, the main one only `embed`."""
+    specs = [ParameterSpec(name, "F32", (4,), None) for name in ("embed", "mtp/embed", "mtp/head")]
+    joined = join_slices(specs, [{"embed": Slice("F32", (4,), 0, 0)}], {"head": "embed"})
+    assert joined.aliases == {"mtp/head": "embed", "mtp/embed": "embed"}
+
+
+def test_a_name_that_two_models_beside_the_main_one_have_needs_its_model() -> None:
+    specs = [ParameterSpec(name, "F32", (4,), None) for name in ("mtp/proj", "draft/proj")]
+    with pytest.raises(ConfigurationError, match="proj may be mtp/proj or draft/proj"):
+        flat_names(specs, ["proj"])
 
 
 def test_sums_of_slices_make_the_sum_of_the_whole() -> None:

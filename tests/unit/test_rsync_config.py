@@ -14,6 +14,7 @@ from fastdeploy_rl.sources.rsync_config import (
     TcpConfig,
     options,
     parse_rsync_config,
+    stock_rsync_config,
 )
 
 
@@ -98,3 +99,23 @@ def test_every_key_is_documented_with_its_default_and_bounds() -> None:
     by_key = {(option.transport, option.key): option for option in listed}
     assert by_key["tcp", "num_streams"][2:4] == ("4", "1 .. 64")
     assert by_key["mooncake", "protocol"][2:4] == ('"tcp"', "rdma, tcp")
+
+
+# --- FastDeploy's own dictionary -------------------------------------------------------------------------
+
+
+def test_a_dictionary_of_fastdeploys_is_what_its_package_is_made_with() -> None:
+    """Its keys are the package's; only a transport, or nothing but keys of `tcp`, says that it is for us."""
+    stock = {"etcd_endpoints": ["a:1"], "nested": {"device": "mlx5_0"}}
+    config = parse_rsync_config(stock_rsync_config(stock))
+    assert isinstance(config, CheckpointTransferConfig)
+    assert config.config == stock
+    assert parse_rsync_config(stock_rsync_config({})) == TcpConfig()
+    assert parse_rsync_config(stock_rsync_config({"address": "h:1"})) == TcpConfig(address="h:1")
+    ours = parse_rsync_config(stock_rsync_config({"transport": "mooncake", "device_name": "mlx5_0"}))
+    assert ours == MooncakeConfig(device_name="mlx5_0")
+
+
+def test_a_dictionary_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--rsync-config: "):
+        stock_rsync_config({"key": object()})

@@ -19,6 +19,7 @@ from fastdeploy_rl.observe.doctor import cuda_probe, ipc, plugin_probe
 from fastdeploy_rl.observe.doctor.check import Check, Status
 from fastdeploy_rl.observe.doctor.fastdeploy import check_port
 from fastdeploy_rl.observe.doctor.kernel import Kernel
+from fastdeploy_rl.observe.doctor.leftovers import dead_publishers
 from fastdeploy_rl.observe.doctor.peers import Peer, Sight, find_peers, sight_of
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
@@ -108,6 +109,8 @@ def test_the_publisher_of_a_channel_is_found_by_its_lock(tmp_path: Path) -> None
         finally:
             publisher.kill()
     assert [peer for peer in find_peers(Channel(channel), ()) if peer.role == "publisher"] == []
+    for dead in dead_publishers(Channel(channel)):
+        dead.remove()
 
 
 # --- CUDA --------------------------------------------------------------------------------------------

@@ -91,6 +91,25 @@ def test_only_a_live_board_proves_our_runner(has_word: bool, board: BoardState, 
     assert check.mend or status is Status.OK
 
 
+def test_a_dead_board_that_nobody_asked_for_is_a_leftover() -> None:
+    def judge(processes: list[FastDeployProcess]) -> Status:
+        check = fastdeploy.judge_runner(
+            8182, has_word=True, board=DEAD_BOARD, who="pid 3", processes=processes, must_live=False
+        )
+        return check.status
+
+    assert judge([]) is Status.WARN
+    assert judge([worker({})]) is Status.FAIL
+
+
+def test_processes_of_other_users_are_left_out(tmp_path: Path) -> None:
+    for pid, user in ((5, 1000), (6, 1001)):
+        start(tmp_path, pid, "/bin/python", "/fd/worker/worker_process.py")
+        (tmp_path / "proc" / str(pid) / "status").write_text(f"Uid:\t{user}\t{user}\t{user}\t{user}\n")
+    (tmp_path / "proc" / "self").symlink_to("5")
+    assert [process.pid for process in fastdeploy.find_processes(Kernel(tmp_path))] == [5]
+
+
 def test_a_stock_runner_fails_with_the_launch_line_and_names_its_processes() -> None:
     check = fastdeploy.judge_runner(8182, has_word=False, board=NO_BOARD, who="", processes=[worker({})])
     assert (check.status, "worker 12" in check.found) == (Status.FAIL, True)

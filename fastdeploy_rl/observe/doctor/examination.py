@@ -125,7 +125,8 @@ def _sections_of_fastdeploy(question: FastDeployQuestion, kernel: Kernel) -> lis
         checks = fastdeploy.check_plugin(entries, answer, kernel.environ(), is_running=is_running)
         return checks if ports else [*checks, ok("engines", "no FastDeploy, and no word of one, on this machine")]
 
-    looks = [(f"fastdeploy at port {port}", partial(fastdeploy.check_port, port, processes, entries)) for port in ports]
+    check_port = partial(fastdeploy.check_port, must_live=question.port is not None)
+    looks = [(f"fastdeploy at port {port}", partial(check_port, port, processes, entries)) for port in ports]
     return [_section("fastdeploy", look_here), *(_section(title, look) for title, look in looks)]
 
 

@@ -131,8 +131,9 @@ def judge_runner_class(answer: PluginAnswer) -> Check:
 
 
 def find_processes(kernel: Kernel) -> list[FastDeployProcess]:
-    """Workers and front ends of FastDeploy that this /proc shows."""
-    found = (_recognise(kernel, pid) for pid in kernel.processes())
+    """Workers and front ends of FastDeploy that this /proc shows, of this user; root sees everybody's."""
+    own = kernel.user()
+    found = (_recognise(kernel, pid) for pid in kernel.processes() if own in (0, kernel.user(str(pid))))
     return [process for process in found if process is not None]
 
 
@@ -170,13 +171,18 @@ def known_engines(processes: Sequence[FastDeployProcess]) -> list[int]:
     return sorted(told.union(*(process.ports for process in processes)))
 
 
-def check_port(port: int, processes: Sequence[FastDeployProcess], entries: Sequence[Entry]) -> list[Check]:
-    """Which runner is at work at the port, and how its processes were started."""
+def check_port(
+    port: int, processes: Sequence[FastDeployProcess], entries: Sequence[Entry], *, must_live: bool = True
+) -> list[Check]:
+    """Which runner is at work at the port, and how its processes were started. `must_live`: somebody asked for this
+    port, so that what a dead engine left is a failure."""
     here = [process for process in processes if port in process.ports]
     has_word = Path(SHM_DIR, word_name(WEIGHTS_WORD, port)).exists()
     engine = EngineAtPort(port)
     who = next((str(owner) for lock in engine.locks if (owner := owner_of(lock))), "pid unknown")
-    checks = [judge_runner(port, has_word=has_word, board=_board_at(engine), who=who, processes=here)]
+    checks = [
+        judge_runner(port, has_word=has_word, board=_board_at(engine), who=who, processes=here, must_live=must_live)
+    ]
     if has_word:
         checks.append(judge_word(port, _read_word(port)))
     for process in here:
@@ -198,7 +204,13 @@ def _board_at(engine: EngineAtPort) -> BoardState:
 
 
 def judge_runner(
-    port: int, *, has_word: bool, board: BoardState, who: str, processes: Sequence[FastDeployProcess]
+    port: int,
+    *,
+    has_word: bool,
+    board: BoardState,
+    who: str,
+    processes: Sequence[FastDeployProcess],
+    must_live: bool = True,
 ) -> Check:
     if board.is_there and board.is_alive:
         if has_word:
@@ -212,12 +224,15 @@ def judge_runner(
     seen = ", ".join(process.who for process in processes) or "no process of it is visible here"
     if board.is_there:
         mend = f"fastdeploy-rl doctor --clean, then start it again: {_START}"
-        return fail("runner", f"the board's owner is dead ({who}); {seen}", mend)
+        judge = fail if must_live or processes else warn
+        return judge("runner", f"the board's owner is dead ({who}); {seen}", mend)
     if has_word or processes:
         found = (
             f"FastDeploy's own: its {'words are' if has_word else 'processes are'} here and our board is not; {seen}"
         )
-        return fail("runner", found, f"end it and start it as {_START}; the checks above say what keeps the plugin out")
+        mend = f"end it and start it as {_START}; the checks above say what keeps the plugin out"
+        stale = f"; if it has ended already: rm {SHM_DIR}/{word_name(WEIGHTS_WORD, port)}"
+        return fail("runner", found, mend if processes else mend + stale)
     return fail("runner", "none: neither FastDeploy's words nor our board", f"{_START}, or name the port it runs on")
 
 

@@ -87,13 +87,6 @@ class DescribedFiles:
         open_fetch = None if found.memory is None else found.memory.reader(files).open_only_fetch
         return OfferedFiles(Offer(manifest.weight_version, manifest, digest), found.directory, files, open_fetch)
 
-    def stated_version(self) -> WeightVersion | None:
-        """What a version file says of the files that are there; nothing is read. NoPublicationError: none are."""
-        found = self._find()
-        if found is None:
-            raise NoPublicationError(f"nothing is published in {self._where}")
-        return self._stated(found)
-
     def forget(self, version: WeightVersion) -> None:
         """What was described as that version is read again when next asked for. Rank 0 only; others do nothing."""
         if self._config.rank:

@@ -12,7 +12,7 @@ without one, other bytes have the next number. Tested on testing.fake_cuda; not 
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +21,15 @@ import msgspec
 
 from fastdeploy_rl.errors import ConfigurationError, CudaUnavailableError, NoPublicationError, TrainerError
 from fastdeploy_rl.manifest import Segment, aligned
-from fastdeploy_rl.memory.cuda_devices import visible_devices
+from fastdeploy_rl.memory.cuda_devices import find_device, visible_devices
 from fastdeploy_rl.memory.ipc_metas import IpcMeta, read_ipc_metas, read_ipc_metas_bytes
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, FoundMemory, identities_in
 from fastdeploy_rl.sources.rank_gpus import RankGpu, rank_gpus
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
-from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH
-from fastdeploy_rl.transport.device_memory import DeviceBlock, DeviceReader, DeviceSegment
+from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
+from fastdeploy_rl.transport.device_memory import DeviceAllocation, DeviceReader, DeviceRun, DeviceSegment
 from fastdeploy_rl.transport.files import FileIdentity
 from fastdeploy_rl.version import WeightVersion
 
@@ -46,15 +46,27 @@ class IpcMetasSource(DescribedSource):
 
     def __init__(self, config: SourceConfig, metas_dir: Path) -> None:
         super().__init__(config, partial(find_ipc_metas, metas_dir, config), f"{metas_dir} (no {metas_name('GPU')})")
+        self._places = metas_dir, config.model_dir
 
     def current_epoch(self, *, deadline_ns: int) -> int:
         """Nobody counts epochs. NoPublicationError where there are no files."""
-        self._files.stated_version()
+        self._check_there()
         return UNCOUNTED_EPOCH
 
     def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
         """What `version.yaml` says; without one it cannot be said without reading all bytes."""
-        return self._files.stated_version()
+        self._check_there()
+        wanted = next(filter(None, map(wanted_version, self._places)), None)
+        return wanted.in_epoch(UNCOUNTED_EPOCH) if wanted is not None else None
+
+    def _check_there(self) -> None:
+        if not has_ipc_metas(self._places[0]):
+            raise NoPublicationError(f"nothing is published in {self._places[0]}")
+
+
+def has_ipc_metas(directory: Path) -> bool:
+    """Whether there are such files, for whichever devices; none is read."""
+    return bool(_listed(directory))
 
 
 def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
@@ -68,16 +80,16 @@ def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
     names = tuple(_name_of(directory, gpu, there) for gpu in gpus)
     data = [read_ipc_metas_bytes(directory / name) for name in names]
     tables = [
-        _RankTable.of(read_ipc_metas(each, str(directory / name))) for each, name in zip(data, names, strict=True)
+        _RankTable.of(read_ipc_metas(each, str(directory / name)), gpu, name)
+        for each, gpu, name in zip(data, gpus, names, strict=True)
     ]
     how = ["ipc_metas", [hashlib.sha256(each).hexdigest() for each in data], config.parameters]
-    device_segments = [_device_segment(gpu, name, table) for gpu, name, table in zip(gpus, names, tables, strict=True)]
     return FoundFiles(
         directory,
         names,
         partial(_layout, directory, tables, config),
         msgspec.json.encode(how).decode(),
-        FoundMemory(tuple(map(_segment, names, tables)), partial(_reader, directory, device_segments)),
+        FoundMemory(tuple(map(_segment, names, tables)), partial(_reader, directory, tables, config)),
     )
 
 
@@ -106,55 +118,58 @@ def _name_of(directory: Path, gpu: RankGpu, there: Sequence[str]) -> str:
 
 def _uuid(gpu: RankGpu) -> str | None:
     try:
-        devices = visible_devices()
-    except CudaUnavailableError:
-        return None  # a rank that has a file gets to hear of it when that is opened
-    return devices[gpu.ordinal].uuid if gpu.ordinal < len(devices) else None
+        return find_device(gpu.selector, visible_devices()).uuid
+    except (CudaUnavailableError, ConfigurationError):
+        return None  # that no file is called so is what counts; doctor --ipc tells the rest
 
 
 # --- what lies where --------------------------------------------------------------------------------
 
 
 class _RankTable(NamedTuple):
-    """A rank's tensors. `blocks`: its allocations as one run of bytes; `aliases`: further names of the same bytes."""
+    """A rank's tensors. `runs`: its allocations as one segment, with a gap after each, so that no tensor that is wrong
+    reaches into the next; `aliases`: further names of the same bytes."""
 
     metas: dict[str, IpcMeta]
-    blocks: tuple[DeviceBlock, ...]
+    runs: dict[bytes, DeviceRun]
     aliases: dict[str, str]
 
     @classmethod
-    def of(cls, metas: dict[str, IpcMeta]) -> "_RankTable":
+    def of(cls, metas: dict[str, IpcMeta], gpu: RankGpu, name: str) -> "_RankTable":
         first: dict[object, str] = {}
         aliases = {}
-        for name, meta in metas.items():
+        for tensor, meta in metas.items():
             seen_as = meta.handle, meta.offset, meta.num_bytes, meta.dtype, meta.shape
-            if (original := first.setdefault(seen_as, name)) != name and meta.num_bytes:
-                aliases[name] = original
-        return cls(metas, tuple(_blocks(metas)), aliases)
+            if (original := first.setdefault(seen_as, tensor)) != tensor and meta.num_bytes:
+                aliases[tensor] = original
+        return cls(metas, _runs(metas, gpu.selector, f"{name} (GPU {gpu.name})"), aliases)
 
     @property
     def num_bytes(self) -> int:
-        return self.blocks[-1].start + self.blocks[-1].num_bytes if self.blocks else 0
+        return max((run.stop for run in self.runs.values()), default=0)
+
+    def place(self, name: str) -> int:
+        """Where a tensor begins in the segment."""
+        return self.runs[self.metas[name].handle].start + self.metas[name].offset
 
     def slices(self, number: int) -> dict[str, Slice]:
         """In segment `number`."""
-        starts = {block.handle: block.start for block in self.blocks}
         return {
-            name: Slice(meta.dtype, meta.shape, number, starts[meta.handle] + meta.offset)
+            name: Slice(meta.dtype, meta.shape, number, self.place(name))
             for name, meta in self.metas.items()
             if name not in self.aliases
         }
 
 
-def _blocks(metas: Mapping[str, IpcMeta]) -> Iterator[DeviceBlock]:
-    """With a gap after each, so that no range of bytes reaches from one into the next."""
+def _runs(metas: Mapping[str, IpcMeta], device: str, holder: str) -> dict[bytes, DeviceRun]:
     extents: dict[bytes, int] = {}
     for meta in metas.values():
         extents[meta.handle] = max(extents.get(meta.handle, 1), meta.offset + meta.num_bytes)
-    start = 0
+    runs, start = {}, 0
     for handle, num_bytes in extents.items():
-        yield DeviceBlock(handle, start, num_bytes)
+        runs[handle] = DeviceRun(start, num_bytes, DeviceAllocation(device, holder, handle, num_bytes))
         start = aligned(start + num_bytes + 1)
+    return runs
 
 
 def _layout(directory: Path, tables: Sequence[_RankTable], config: SourceConfig) -> FileLayout:
@@ -169,13 +184,28 @@ def _segment(name: str, table: _RankTable) -> Segment:
     return Segment(kind="file", locator=name, num_bytes=table.num_bytes, arena=0, generation=0)
 
 
-def _device_segment(gpu: RankGpu, name: str, table: _RankTable) -> DeviceSegment:
-    return DeviceSegment(str(gpu.ordinal), f"{name} (GPU {gpu.name})", table.blocks)
-
-
-def _reader(directory: Path, segments: Sequence[DeviceSegment], files: Sequence[FileIdentity]) -> DeviceReader:
+def _reader(
+    directory: Path, tables: Sequence[_RankTable], config: SourceConfig, files: Sequence[FileIdentity]
+) -> DeviceReader:
     def check() -> None:
         if identities_in(directory, [file.name for file in files]) != tuple(files):
             raise NoPublicationError(f"files in {directory} changed since they were looked at; update again")
 
+    segments = [DeviceSegment(tuple(table.runs.values())) for table in tables]
+    if config.rank:
+        layout = _layout(directory, tables, config)
+        segments[0] = segments[0]._replace(nearer=_twins(layout, config.rank, segments[config.rank]))
     return DeviceReader(segments, check)
+
+
+def _twins(layout: FileLayout, rank: int, own: DeviceSegment) -> tuple[DeviceRun, ...]:
+    """What is not cut is published from rank 0's memory. Rank 0 has seen that the others have the same bytes, so that a
+    rank needs no device but its own."""
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    found = []
+    for name, part in layout.twins:
+        run, tensor = own.run_at(part.offset), tensors[name]
+        if part.segment == rank and run is not None:
+            place = run.offset + part.offset - run.start
+            found.append(DeviceRun(tensor.parts[0].offset, tensor.num_bytes, run.allocation, place))
+    return tuple(sorted(found, key=lambda run: run.start))

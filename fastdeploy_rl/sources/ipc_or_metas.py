@@ -15,7 +15,7 @@ from fastdeploy_rl.plan.plan import Plan
 from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig, StagedSource, WeightSource
 from fastdeploy_rl.sources.ipc import IpcSource
-from fastdeploy_rl.sources.ipc_metas import IpcMetasSource, find_ipc_metas
+from fastdeploy_rl.sources.ipc_metas import IpcMetasSource, has_ipc_metas
 from fastdeploy_rl.version import WeightVersion
 
 _MAX_KNOWN = 16
@@ -43,7 +43,7 @@ class IpcOrMetasSource:
         """The one that has something now. NoPublicationError names both places."""
         if self._channel.read_latest() is not None:
             return self._ours
-        if find_ipc_metas(self._metas_dir, self._config) is not None:
+        if has_ipc_metas(self._metas_dir):
             return self._metas
         raise NoPublicationError(
             f"nothing is published in {self._config.channel} (a trainer announces versions there with a "

@@ -18,6 +18,11 @@ class RankGpu(NamedTuple):
     ordinal: int
     name: str
 
+    @property
+    def selector(self) -> str:
+        """What `memory.cuda_devices.find_device` takes: an index counts among the visible ones there."""
+        return str(self.ordinal) if self.name.isdigit() else self.name
+
 
 def listed_gpus(rank: int, num_ranks: int) -> tuple[RankGpu, ...] | None:
     """Of each rank, as CUDA_VISIBLE_DEVICES lists them; None where it is not set, or does not list that many.

@@ -29,26 +29,48 @@ from fastdeploy_rl.transport.files import chunks_of, has_close_rows
 _ADVICE = "fastdeploy-rl doctor --ipc says what keeps this process from the trainer's device memory"
 
 
-class DeviceBlock(NamedTuple):
-    """An allocation of another process, as far as it is read: `num_bytes` from its base on, which stand at `start` of
-    the segment."""
-
-    handle: bytes
-    start: int
-    num_bytes: int
-
-
-class DeviceSegment(NamedTuple):
-    """Allocations on one device as one run of bytes, in order, no two of them adjacent. `device`: an index or
-    identifier, in this process; `holder`: who is to have exported them, for messages."""
+class DeviceAllocation(NamedTuple):
+    """An allocation of another process, as far as it is read: `num_bytes` from its base on. `device`: an index or
+    identifier, in this process; `holder`: who is to have exported it, for messages."""
 
     device: str
     holder: str
-    blocks: tuple[DeviceBlock, ...]
+    handle: bytes
+    num_bytes: int
+
+
+class DeviceRun(NamedTuple):
+    """`num_bytes` at `start` of a segment, which lie at `offset` of an allocation."""
+
+    start: int
+    num_bytes: int
+    allocation: DeviceAllocation
+    offset: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_bytes
+
+
+class DeviceSegment(NamedTuple):
+    """Device memory as one run of bytes, in order. `nearer`: where some of them lie too, and are read in place of the
+    others; in order."""
+
+    runs: tuple[DeviceRun, ...]
+    nearer: tuple[DeviceRun, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return max((block.start + block.num_bytes for block in self.blocks), default=0)
+        return self.runs[-1].stop if self.runs else 0
+
+    def run_at(self, place: int) -> DeviceRun | None:
+        """Which has this byte."""
+        return _run_at(self.nearer, place) or _run_at(self.runs, place)
+
+
+def _run_at(runs: Sequence[DeviceRun], place: int) -> DeviceRun | None:
+    number = bisect_right(runs, place, key=lambda run: run.start) - 1
+    return runs[number] if number >= 0 and place < runs[number].stop else None
 
 
 class DeviceReader:
@@ -129,14 +151,17 @@ class DeviceFetch:
 
     def _read(self, chunk: Piece) -> None:
         wanted = chunk.wanted
-        span = wanted._replace(stride=0, rows=1, row_bytes=wanted.stop - wanted.offset)
-        if has_close_rows(wanted) and self._place(wanted.segment, span.offset, span.row_bytes) is not None:
+        if has_close_rows(wanted) and self._is_in_one_run(wanted):
             self._read_close_rows(wanted)
             return
         for row in range(wanted.rows):
             start = wanted.target_offset + row * wanted.row_bytes
             with self._target[start : start + wanted.row_bytes] as window:
                 self._fill(window, wanted.segment, wanted.offset + row * wanted.stride)
+
+    def _is_in_one_run(self, wanted: ByteRange) -> bool:
+        run = self._segments[wanted.segment].run_at(wanted.offset)
+        return run is not None and wanted.stop <= run.stop
 
     def _read_close_rows(self, wanted: ByteRange) -> None:
         """With what lies between them, which is left behind."""
@@ -147,20 +172,16 @@ class DeviceFetch:
         target.reshape(rows.shape)[...] = rows
 
     def _fill(self, window: memoryview, segment: int, offset: int) -> None:
-        block = self._place(segment, offset, len(window))
-        if block is None:
-            raise ValueError(f"{len(window)} bytes at {offset} of segment {segment} lie in no allocation")
-        memory = self._opened.memory(self._segments[segment], block)
-        with driver_errors(f"reading device memory of {self._segments[segment].holder}"):
-            memory.read(offset - block.start, window)
-
-    def _place(self, segment: int, offset: int, num_bytes: int) -> DeviceBlock | None:
-        """The allocation in which all of these bytes lie."""
-        blocks = self._segments[segment].blocks
-        number = bisect_right(blocks, offset, key=lambda block: block.start) - 1
-        if number < 0 or offset + num_bytes > blocks[number].start + blocks[number].num_bytes:
-            return None
-        return blocks[number]
+        done = 0
+        while done < len(window):
+            run = self._segments[segment].run_at(offset + done)
+            if run is None:
+                raise ValueError(f"byte {offset + done} of segment {segment} lies in no allocation")
+            count = min(len(window) - done, run.stop - offset - done)
+            memory = self._opened.memory(run.allocation)
+            with window[done : done + count] as piece, driver_errors(f"reading {_named(run.allocation)}"):
+                memory.read(run.offset + offset + done - run.start, piece)
+            done += count
 
     def close(self) -> None:
         self.is_closed = True
@@ -176,23 +197,30 @@ class _OpenedMemory:
         self._contexts: dict[str, _native.CudaContext] = {}
         self._memory: dict[tuple[str, bytes], _native.CudaMemory] = {}
 
-    def memory(self, segment: DeviceSegment, block: DeviceBlock) -> _native.CudaMemory:
-        known = self._memory.get((segment.device, block.handle))
-        if known is not None:
-            return known
-        context, what = self._context(segment.device), f"device memory of {segment.holder}"
+    def memory(self, allocation: DeviceAllocation) -> _native.CudaMemory:
+        key = allocation.device, allocation.handle
+        if key not in self._memory:
+            memory = self._open(allocation)
+            self._resources.callback(memory.close)
+            self._check_size(memory, allocation)
+            self._memory[key] = memory
+        return self._memory[key]
+
+    def _open(self, allocation: DeviceAllocation) -> _native.CudaMemory:
+        context = self._context(allocation.device)
         try:
-            with driver_errors(f"{what} cannot be opened"):
-                memory = context.open(block.handle, block.num_bytes)
+            with driver_errors(f"{_named(allocation)} cannot be opened"):
+                return context.open(allocation.handle, allocation.num_bytes)
         except CudaError as error:
             raise CudaError(f"{error}: {_ADVICE}") from error
-        self._resources.callback(memory.close)
-        with driver_errors(f"{what} is none"):
-            base, num_bytes = context.address_range(memory.address)
-        if base + num_bytes < memory.address + block.num_bytes:
-            raise CudaError(f"{what} has {num_bytes} bytes, its metadata speaks of {block.num_bytes}: {_ADVICE}")
-        self._memory[segment.device, block.handle] = memory
-        return memory
+
+    def _check_size(self, memory: _native.CudaMemory, allocation: DeviceAllocation) -> None:
+        with driver_errors(f"{_named(allocation)} is none"):
+            base, num_bytes = self._context(allocation.device).address_range(memory.address)
+        if base + num_bytes < memory.address + allocation.num_bytes:
+            raise CudaError(
+                f"{_named(allocation)} has {num_bytes} bytes, its metadata speaks of {allocation.num_bytes}: {_ADVICE}"
+            )
 
     def _context(self, device: str) -> _native.CudaContext:
         if device not in self._contexts:
@@ -207,6 +235,10 @@ class _OpenedMemory:
         with driver_errors("closing device memory"):
             self._resources.close()
         self._contexts.clear()
+
+
+def _named(allocation: DeviceAllocation) -> str:
+    return f"device memory of {allocation.holder}"
 
 
 def _check_ranges(ranges: Sequence[ByteRange], segments: Sequence[DeviceSegment]) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from fastdeploy_rl import lifecycle
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.control.metrics import EngineMetrics
+from fastdeploy_rl.engines.fastdeploy import settings
 from fastdeploy_rl.lifecycle import STALLED_PHASES, UPDATE_TRANSITIONS, UpdateEvent, UpdatePhase
 from fastdeploy_rl.publish import leases
 from fastdeploy_rl.report import CommandKind, Outcome
@@ -209,6 +210,14 @@ def rsync_options() -> str:
     return table(("transport", "key", "default", "bounds", "what"), rows)
 
 
+# --- what the plugin for FastDeploy may be told ------------------------------------------------------------------
+
+
+def fastdeploy_options() -> str:
+    rows = [(f"`{option.key}`", f"`{option.default}`", option.description) for option in settings.options()]
+    return table(("key", "default", "what"), rows)
+
+
 # --- pages -----------------------------------------------------------------------------------------
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -220,6 +229,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "lifecycle_outline": lifecycle_outline,
     "metrics": metrics,
     "rsync_options": rsync_options,
+    "fastdeploy_options": fastdeploy_options,
 }
 
 

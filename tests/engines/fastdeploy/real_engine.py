@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,15 +33,14 @@ from fastdeploy.worker.worker_process import PaddleDisWorkerProc
 from safetensors.numpy import save_file
 
 _WORDS = ("model_weights_status", "kv_cache_status", "prefix_tree_status")
-_SHAPES = {"a.weight": (4, 3), "a.bias": (3,), "b.weight": (3, 2), "b.bias": (2,)}
 SOON_S = 20.0
 
 
 class TinyModel(paddle.nn.Layer):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
         super().__init__()
-        self.a = paddle.nn.Linear(4, 3)
-        self.b = paddle.nn.Linear(3, 2)
+        self.a = paddle.nn.Linear(4, width)
+        self.b = paddle.nn.Linear(width, 2)
         self.graphs_cleared = 0
 
     def clear_graph_opt_backend(self) -> None:
@@ -98,7 +97,7 @@ class CpuModelRunner(GPUModelRunner):
         self.attn_backends = [_AttentionBackend()]
         self.forward_meta = None
         self.routing_replay_manager = None
-        self.cache_ready_signal = SimpleNamespace(value=np.zeros(1, np.int32))
+        self.cache_ready_signal = SimpleNamespace(value=np.zeros(8, np.int32))
         self.enable_overlap_schedule = False
         self.current_launch_token_num = 1
         self.num_gpu_blocks = 8
@@ -126,31 +125,66 @@ class CpuModelRunner(GPUModelRunner):
 
 
 class _TaskQueue:
-    """Only commands come. The engine's loop has no end of its own: it is left through here."""
+    """Only commands come, the same to each rank. The engine's loop has no end of its own: it is left through here."""
 
-    def __init__(self) -> None:
-        self.commands: deque[ControlRequest] = deque()
+    def __init__(self, num_ranks: int) -> None:
+        self._commands: list[deque[ControlRequest]] = [deque() for _ in range(num_ranks)]
         self.is_stopping = threading.Event()
-        self.read_finish_flag = SimpleNamespace(get=lambda: 0)
         self.at_each_turn: Callable[[], None] = lambda: None
         """Runs between FastDeploy's read of the word and its write."""
         self.num_turns = 0
 
-    def exist_tasks(self) -> bool:
+    def put(self, command: ControlRequest) -> None:
+        for commands in reversed(self._commands):
+            commands.append(command)
+
+    def of(self, rank: int) -> Any:
+        """As FastDeploy's client at that rank sees it."""
+        return SimpleNamespace(
+            exist_tasks=self._exist_tasks,
+            get_tasks=lambda: self._get_tasks(rank),
+            num_tasks=lambda: 0,
+            clear_data=lambda: None,
+            read_finish_flag=SimpleNamespace(get=lambda: 0),
+        )
+
+    def _exist_tasks(self) -> bool:
         if self.is_stopping.is_set():
             raise _Stopped
         self.num_turns += 1
         self.at_each_turn()
-        return bool(self.commands)
+        return bool(self._commands[0])
 
-    def get_tasks(self) -> tuple[list[tuple[list[ControlRequest], int]], bool]:
-        return [([self.commands.popleft()], 1)], True
+    def _get_tasks(self, rank: int) -> tuple[list[tuple[list[ControlRequest], int]], bool]:
+        command = self._commands[rank].popleft()
+        return [([command], 1)], not any(self._commands)
 
-    def num_tasks(self) -> int:
-        return 0
 
-    def clear_data(self) -> None:
-        pass
+class _ThreadGroup:
+    """Ranks that are threads meet here, where FastDeploy's meet through NCCL: likewise without a limit."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier, self._place = threading.Barrier(num_ranks), threading.local()
+        self._told: Any = None
+
+    def enter(self, rank: int) -> None:
+        self._place.rank = rank
+
+    def barrier(self, group: Any = None) -> None:
+        self._barrier.wait()
+
+    def broadcast(self, tensor: Any, src: int, group: Any = None) -> None:
+        if self.rank() == src:
+            self._told = tensor.numpy()
+        self._barrier.wait()
+        tensor.set_value(self._told)
+        self._barrier.wait()
+
+    def rank(self) -> int:
+        return int(self._place.rank)
+
+    def break_up(self) -> None:
+        self._barrier.abort()
 
 
 class _Stopped(BaseException):
@@ -167,14 +201,18 @@ class _Answers:
         self.responses.put(response)
 
 
+def shapes(width: int = 3) -> dict[str, tuple[int, ...]]:
+    return {"a.weight": (4, width), "a.bias": (width,), "b.weight": (width, 2), "b.bias": (2,)}
+
+
 def weights(a: float, b: float) -> dict[str, np.ndarray]:
     """Layer a's tensors are all `a`, those of b all `b`."""
-    return {name: np.full(shape, a if name[0] == "a" else b, np.float32) for name, shape in _SHAPES.items()}
+    return {name: np.full(shape, a if name[0] == "a" else b, np.float32) for name, shape in shapes().items()}
 
 
-def write_snapshot(directory: Path, tensors: dict[str, np.ndarray], step: int | None) -> None:
+def write_snapshot(directory: Path, tensors: dict[str, np.ndarray], step: int | None, rank: int = 0) -> None:
     """As stock trainers do."""
-    save_file(tensors, str(directory / "model_state.tp0.0.pdparams"))
+    save_file(tensors, str(directory / f"model_state.tp{rank}.0.pdparams"))
     if step is not None:
         (directory / "version.yaml").write_text(f"step: {step}\nversion: {step}\n")
 
@@ -192,7 +230,8 @@ def config_of(directory: Path, port: int, word: IPCSignal, **chosen: Any) -> Any
             "copy_threads": 1,
         } | chosen.get("options", {})
     load = {"dynamic_load_weight": True, "load_strategy": strategy, "rsync_config": rsync_config}
-    given = {"tensor_parallel_size": 1, "engine_worker_queue_port": str(port)}
+    given = {"tensor_parallel_size": chosen.get("num_ranks", 1), "engine_worker_queue_port": str(port)}
+    given["tensor_parallel_rank"] = chosen.get("rank", 0)
     parallel = ParallelConfig(given | {"shutdown_comm_group_if_worker_idle": chosen.get("stays_in_check", False)})
     parallel.local_engine_worker_queue_port = port
     parallel.tp_group = parallel.ep_group = None
@@ -225,85 +264,146 @@ def runner_class(kind: str) -> type:
     return load_model_runner_plugins()
 
 
-class Engine:
-    """One worker; lives in a `with`. Its loop runs in a thread, as in FastDeploy's process in the only one. `is_v1`:
-    the loop takes commands of FastDeploy's V1 routes instead of the status word."""
+class Rank:
+    """One worker: its loop runs in a thread, as in FastDeploy's process in the only one."""
 
-    def __init__(self, kind: str, directory: Path, port: int, *, is_v1: bool = False, **chosen: Any) -> None:
-        self.kind, self.port, self._directory, self._chosen = kind, port, directory, chosen
-        self.tasks = _TaskQueue()
+    def __init__(self, engine: "Engine", rank: int) -> None:
+        self.rank, self._engine = rank, engine
         self.ended: str | None = None
         """What came out of the loop, and would have ended the process."""
-        self._is_v1 = is_v1
-        self._is_ready = threading.Event()
-
-    def __enter__(self) -> "Engine":
-        os.environ["FD_ENABLE_V1_UPDATE_WEIGHTS"] = str(int(self._is_v1))
-        worker_process.time = SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, 0.01)))
-        zero = np.zeros([1], np.int32)
-        self._signals = {
-            name: IPCSignal(name=name, array=zero, dtype=np.int32, suffix=self.port, create=True) for name in _WORDS
-        }
-        self.word = self._signals["model_weights_status"]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        if not self._is_ready.wait(SOON_S):
-            raise TimeoutError("the worker did not come up")
-        return self
+        self.is_ready = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         try:
+            self._engine.group.enter(self.rank)
             self._load()
+            self.is_ready.set()
+            self.process.event_loop_normal()
+        except _Stopped:
+            self._engine.group.break_up()
+        except threading.BrokenBarrierError:
+            if not self._engine.tasks.is_stopping.is_set():
+                self.ended = traceback.format_exc()
         except BaseException:
             self.ended = traceback.format_exc()
-            self._is_ready.set()
-            return
-        self._is_ready.set()
-        self._loop()
+        finally:
+            self.is_ready.set()
 
     def _load(self) -> None:
-        self.config = config_of(self._directory, self.port, self.word, kind=self.kind, **self._chosen)
-        model = SimpleNamespace(load_model=lambda fd_config: TinyModel())
-        runner_module.get_model_loader = loader_module.get_model_loader = lambda load_config: model
-        for operator in ("set_data_ipc", "unset_data_ipc", "print_gpu_memory_use"):
-            setattr(runner_module, operator, lambda *arguments: None)
-        DynamicWeightManager._log_memory = lambda self, context: None
-        made = runner_class(self.kind)
-        self.runner = made(fd_config=self.config, device="cpu", device_id=0, rank=0, local_rank=0)
+        engine = self._engine
+        self.config = config_of(
+            engine.directory, engine.port, engine.word, kind=engine.kind, rank=self.rank, **engine.chosen
+        )
+        made = runner_class(engine.kind)
+        self.runner = made(
+            fd_config=self.config, device="cpu", device_id=0, rank=engine.num_ranks, local_rank=self.rank
+        )
         self.runner.load_model()
         self.runner.initialize_kv_cache()
-        self.worker = _worker(self.config, self.runner)
         self.process = self._process()
 
     def _process(self) -> Any:
         """FastDeploy's process object, without its constructor, which picks a worker by platform."""
+        engine = self._engine
         process = PaddleDisWorkerProc.__new__(PaddleDisWorkerProc)
-        process.ranks, process.local_rank, process.max_chips_per_node = 1, 0, 8
+        process.ranks, process.local_rank, process.max_chips_per_node = engine.num_ranks, self.rank, 8
         for part in ("parallel_config", "cache_config", "scheduler_config", "eplb_config"):
             setattr(process, part, getattr(self.config, part))
-        process.fd_config, process.worker, process.task_queue = self.config, self.worker, self.tasks
+        process.fd_config, process.task_queue = self.config, engine.tasks.of(self.rank)
+        process.worker = _worker(self.config, self.runner)
         process.enable_overlap_schedule, process.cached_control_reqs = False, []
-        for name in ("worker_healthy_live", "exist_task", "engine_forward", "exist_prefill_task"):
-            setattr(process, f"{name}_signal", SimpleNamespace(value=np.zeros(1, np.int64)))
-        process.model_weights_status, process.kv_cache_status = self.word, self._signals["kv_cache_status"]
+        for name, signal in engine.own_signals.items():
+            setattr(process, f"{name}_signal", signal)
+        process.model_weights_status, process.kv_cache_status = engine.word, engine.signals["kv_cache_status"]
         process._ctrl_output = _Answers()
         return process
 
-    def _loop(self) -> None:
-        try:
-            self.process.event_loop_normal()
-        except _Stopped:
-            pass
-        except BaseException:
-            self.ended = traceback.format_exc()
-
-    def control(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """A V1 command, through FastDeploy's loop and its run_control_method."""
-        self.tasks.commands.append(ControlRequest("1", method, arguments))
+    def answer(self) -> dict[str, Any]:
         response = self.process._ctrl_output.responses.get(timeout=SOON_S)
         return {"code": response.error_code, "text": response.error_message, "result": response.result}
 
+    @property
+    def last_line(self) -> str | None:
+        """Of what ended the loop."""
+        return self.ended.strip().splitlines()[-1] if self.ended else None
+
+    def close(self) -> None:
+        manager = getattr(getattr(self, "runner", None), "dynamic_weight_manager", None)
+        if self._engine.kind == "ours" and manager is not None:
+            manager.close()
+
+
+class Engine:
+    """Workers of one engine; lives in a `with`. `is_v1`: the loop takes commands of FastDeploy's V1 routes instead of
+    the status word. What is asked of one worker is asked of rank 0."""
+
+    def __init__(self, kind: str, directory: Path, port: int, *, is_v1: bool = False, **chosen: Any) -> None:
+        self.kind, self.port, self.directory, self.chosen = kind, port, directory, chosen
+        self.num_ranks = chosen.get("num_ranks", 1)
+        self.group = _ThreadGroup(self.num_ranks)
+        self.tasks = _TaskQueue(self.num_ranks)
+        self.ranks = [Rank(self, rank) for rank in range(self.num_ranks)]
+        self._is_v1 = is_v1
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Engine":
+        zero = np.zeros([1], np.int32)
+        self.signals = {
+            name: IPCSignal(name=name, array=zero, dtype=np.int32, suffix=self.port, create=True) for name in _WORDS
+        }
+        self.word = self.signals["model_weights_status"]
+        others = ("worker_healthy_live", "exist_task", "engine_forward", "exist_prefill_task")
+        self.own_signals = {name: SimpleNamespace(value=np.zeros(self.num_ranks, np.int64)) for name in others}
+        os.environ["FD_ENABLE_V1_UPDATE_WEIGHTS"] = str(int(self._is_v1))
+        self._fake()
+        for rank in self.ranks:
+            rank.thread.start()
+        for rank in self.ranks:
+            if not rank.is_ready.wait(SOON_S):
+                raise TimeoutError(f"rank {rank.rank} did not come up")
+        return self
+
+    def _fake(self) -> None:
+        """What this machine lacks, and the one second that FastDeploy's loop sleeps."""
+        model = SimpleNamespace(load_model=lambda fd_config: TinyModel(self.chosen.get("width", 3)))
+        time_module = SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(min(seconds, 0.01)))
+        operators = dict.fromkeys(("set_data_ipc", "unset_data_ipc", "print_gpu_memory_use"), lambda *arguments: None)
+        for owner, values in (
+            (loader_module, {"get_model_loader": lambda load_config: model}),
+            (runner_module, {"get_model_loader": lambda load_config: model, **operators}),
+            (worker_process, {"time": time_module}),
+            (DynamicWeightManager, {"_log_memory": lambda manager, context: None}),
+        ):
+            self._stack.enter_context(patched(owner, **values))
+        if self.num_ranks > 1:
+            group = {"barrier": self.group.barrier, "broadcast": self.group.broadcast, "get_rank": self.group.rank}
+            self._stack.enter_context(patched(paddle.distributed, **group))
+
+    def control(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """A V1 command, through FastDeploy's loop and its run_control_method."""
+        self.tasks.put(ControlRequest("1", method, arguments))
+        answers = [rank.answer() for rank in self.ranks]
+        return answers[0]
+
     # --- what a trainer sees, and what lies in memory ----------------------------------------------
+
+    @property
+    def runner(self) -> Any:
+        return self.ranks[0].runner
+
+    @property
+    def process(self) -> Any:
+        return self.ranks[0].process
+
+    @property
+    def last_line(self) -> str | None:
+        return self.ranks[0].last_line
+
+    def raise_ended(self) -> None:
+        for rank in self.ranks:
+            if rank.ended:
+                raise RuntimeError(rank.ended)
 
     def store(self, value: int) -> None:
         self.word.value[0] = value
@@ -313,7 +413,7 @@ class Engine:
 
     def await_word(self, *values: int, within_s: float = SOON_S) -> int:
         """The word when it reads one of these, or the loop has ended, or the time is over."""
-        self.await_that(lambda: self.load() in values or self.ended is not None, within_s)
+        self.await_that(lambda: self.load() in values or self.last_line is not None, within_s)
         return self.load()
 
     def await_that(self, condition: Callable[[], bool], within_s: float = SOON_S) -> bool:
@@ -322,42 +422,67 @@ class Engine:
             time.sleep(0.001)
         return condition()
 
-    def first_values(self) -> dict[str, float | None]:
+    def first_values(self, rank: int = 0) -> dict[str, float | None]:
         """The first element of each parameter; None for one without memory."""
-        tensors = self.runner.model.state_dict()
+        tensors = self.ranks[rank].runner.model.state_dict()
         return {
             name: float(tensor.numpy().ravel()[0]) if tensor._is_initialized() else None
             for name, tensor in tensors.items()
         }
 
+    def has_decoded_live(self) -> bool:
+        """Something was computed with what lies in the parameters now."""
+        values = self.first_values()
+        return bool(self.runner.decoded) and self.runner.decoded[-1] == (values["a.weight"], values["b.weight"])
+
     @property
     def has_caches(self) -> bool:
         return bool(self.runner.cache_kvs_map)
 
-    @property
-    def last_line(self) -> str | None:
-        """Of what ended the loop."""
-        return self.ended.strip().splitlines()[-1] if self.ended else None
-
     def __exit__(self, *raised: object) -> None:
         self.tasks.is_stopping.set()
-        # FastDeploy's loop waits for ever for a trainer that wants the cleared engine back.
-        if self._thread.is_alive() and self.load() == -2:
-            self.store(1)
-        self._thread.join(SOON_S)
-        close = getattr(getattr(self, "runner", None), "close", None)
-        if close is not None:
-            close()
-        for signal in self._signals.values():
+        if any(rank.ended for rank in self.ranks):
+            self.group.break_up()
+        # FastDeploy's loop waits for ever for a trainer that wants the cleared engine back, and, where that was quick,
+        # for the word to read CLEARED once more.
+        deadline = time.monotonic() + SOON_S
+        while any(rank.thread.is_alive() for rank in self.ranks) and time.monotonic() < deadline:
+            if self.load() in (-2, 1):
+                self.store(1 if self.load() == -2 else -2)
+            self.ranks[0].thread.join(0.05)
+        for rank in self.ranks:
+            rank.thread.join(SOON_S)
+        for rank in reversed(self.ranks):
+            rank.close()
+        self._stack.close()
+        for signal in self.signals.values():
             with suppress(FileNotFoundError):
                 signal.clear()
+
+
+@contextmanager
+def started(kind: str, path: str, port: int, **chosen: Any) -> Iterator[Engine]:
+    """On a snapshot that is all ones."""
+    directory = scene_directory(path)
+    for rank in range(chosen.get("num_ranks", 1)):
+        write_snapshot(directory, weights(1, 1), 1, rank)
+    with Engine(kind, directory, port, **chosen) as engine:
+        engine.raise_ended()
+        yield engine
+
+
+def scene_directory(path: str) -> Path:
+    directory = Path(path)
+    for name in ("channel", "metas"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _worker(config: Any, runner: Any) -> Any:
     """FastDeploy's GpuWorker, whose module looks for plugins when it is imported, and whose device is none here."""
     from fastdeploy.worker.gpu_worker import GpuWorker
 
-    worker = GpuWorker(fd_config=config, local_rank=0, rank=1)
+    worker = GpuWorker(fd_config=config, local_rank=config.parallel_config.tensor_parallel_rank, rank=1)
     worker.model_runner = runner
     return worker
 

@@ -2,18 +2,20 @@
 one with the plugin, and says what there was to see. Nothing is judged here."""
 
 import asyncio
+import itertools
+import math
 import os
 import pickle
+import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import fastdeploy.rl.dynamic_weight_manager as manager_module
 import numpy as np
 import paddle
 from fastdeploy.engine.common_engine import EngineService
@@ -21,8 +23,17 @@ from fastdeploy.entrypoints.engine_client import EngineClient
 from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.spec_decode import SpecMethod
 
+from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.update.client import BoardClient
-from tests.engines.fastdeploy.real_engine import Engine, patched, weights, write_snapshot
+from tests.engines.fastdeploy.real_engine import (
+    Engine,
+    patched,
+    scene_directory,
+    shapes,
+    started,
+    weights,
+    write_snapshot,
+)
 
 Facts = dict[str, Any]
 _MOMENT_S = 1.0
@@ -47,24 +58,6 @@ def _reason(port: int) -> str:
         return client.last_report().reason
 
 
-def _directory(path: str) -> Path:
-    directory = Path(path)
-    for name in ("channel", "metas"):
-        (directory / name).mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-@contextmanager
-def _started(kind: str, path: str, port: int, **chosen: Any) -> Iterator[Engine]:
-    """On a snapshot that is all ones."""
-    directory = _directory(path)
-    write_snapshot(directory, weights(1, 1), 1)
-    with Engine(kind, directory, port, **chosen) as engine:
-        if engine.ended:
-            raise RuntimeError(engine.ended)
-        yield engine
-
-
 def _update(engine: Engine, within_s: float = 10.0) -> Facts:
     """As a legacy trainer does; until the word has an end, or the loop has."""
     engine.store(1)
@@ -76,7 +69,7 @@ def _update(engine: Engine, within_s: float = 10.0) -> Facts:
 
 
 def second_tensor_has_another_shape(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         bad = weights(2, 2) | {"b.weight": np.full((2, 2), 2, np.float32)}
         write_snapshot(Path(path), bad, 2)
         return _update(engine)
@@ -86,7 +79,7 @@ def second_tensor_has_another_shape(kind: str, path: str, port: int) -> Facts:
 
 
 def names_are_missing_or_unknown(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         sent = {name: array for name, array in weights(2, 2).items() if name != "b.weight"}
         write_snapshot(Path(path), sent | {"c.weight": np.ones((2, 2), np.float32)}, 2)
         return _update(engine)
@@ -96,7 +89,7 @@ def names_are_missing_or_unknown(kind: str, path: str, port: int) -> Facts:
 
 
 def nothing_is_there_to_load(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         (Path(path) / "model_state.tp0.0.pdparams").unlink()
         (Path(path) / "version.yaml").write_text("step: 2\nversion: 2\n")
         facts = _update(engine)
@@ -105,63 +98,15 @@ def nothing_is_there_to_load(kind: str, path: str, port: int) -> Facts:
         return facts
 
 
-def other_rank_waits_for_one_that_failed(path: str) -> Facts:
-    """Stock's two managers of a tensor-parallel pair as two threads; the barrier of the group, which needs NCCL or
-    gloo, is one of Python's, which like theirs is called without a limit."""
-    barrier, ranks = threading.Barrier(2), threading.local()
-    directory = _directory(path)
-    waiting: dict[str, Any] = {}
-    with (
-        patched(paddle.distributed, barrier=lambda group=None: barrier.wait(), get_rank=lambda: ranks.rank),
-        patched(manager_module.DynamicWeightManager, _log_memory=lambda self, context: None),
-    ):
-        for rank in range(2):
-            _save_rank(directory, rank, 1.0)
-
-        def run(rank: int) -> None:
-            ranks.rank = rank
-            manager = _stock_manager(directory, rank)
-            barrier.wait()
-            if rank == 0:
-                (directory / "model_state.tp0.0.pdparams").unlink()
-            barrier.wait()
-            try:
-                manager.update_parameters()
-                waiting[f"rank {rank}"] = "in a barrier"
-                manager.finalize_update()
-                waiting[f"rank {rank}"] = "done"
-            except threading.BrokenBarrierError:
-                pass
-            except FileNotFoundError as error:
-                waiting[f"rank {rank}"] = f"raised {type(error).__name__}"
-
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        threads[0].join(20)
-        threads[1].join(_MOMENT_S)
-        facts = {**waiting, "rank 1 waits": threads[1].is_alive()}
-        barrier.abort()
-        threads[1].join(20)
-    return facts
-
-
-def _save_rank(directory: Path, rank: int, value: float) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(weights(value, value), str(directory / f"model_state.tp{rank}.0.pdparams"))
-
-
-def _stock_manager(directory: Path, rank: int) -> Any:
-    from tests.engines.fastdeploy.real_engine import TinyModel, config_of
-
-    config = config_of(directory, 1, SimpleNamespace(), kind="stock")
-    config.parallel_config.tensor_parallel_size, config.parallel_config.tensor_parallel_rank = 2, rank
-    manager = manager_module.DynamicWeightManager.__new__(manager_module.DynamicWeightManager)
-    with patched(manager_module.DynamicWeightManager, _update_shared_status=lambda self, pid, status: None):
-        manager.__init__(config, TinyModel(), rank)
-    manager.first_load = True  # so that the status word, which nobody made here, is left alone
-    return manager
+def one_of_two_ranks_has_nothing_to_load(kind: str, path: str, port: int) -> Facts:
+    with started(kind, path, port, num_ranks=2) as engine:
+        write_snapshot(Path(path), weights(2, 2), 2)
+        (Path(path) / "model_state.tp1.0.pdparams").unlink()
+        facts = _update(engine, within_s=_MOMENT_S)
+        turns = engine.tasks.num_turns
+        facts["decodes"] = engine.await_that(lambda: engine.tasks.num_turns > turns + 10, _MOMENT_S)
+        facts["rank 1"] = engine.ranks[1].last_line or "runs"
+        return facts | {"rank 0 values": engine.first_values(0), "rank 1 values": engine.first_values(1)}
 
 
 # 4 ----------------------------------------------------------------------------------------------------
@@ -169,7 +114,7 @@ def _stock_manager(directory: Path, rank: int) -> Any:
 
 def trainer_writes_between_read_and_write_back(kind: str, path: str, port: int) -> Facts:
     """The worker has read CLEARING; before it goes on, its trainer thinks better of it and asks for an update."""
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         write_snapshot(Path(path), weights(2, 2), 2)
         seen = []
 
@@ -193,7 +138,7 @@ def trainer_writes_between_read_and_write_back(kind: str, path: str, port: int) 
 
 
 def engine_is_cleared(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         engine.store(-1)
         engine.await_word(-2)
         has_caches = engine.has_caches
@@ -215,7 +160,7 @@ class _Trap:
 
 def shared_directory_has_code(kind: str, path: str, port: int) -> Facts:
     """A pickle in the place of the trainer's metadata."""
-    directory = _directory(path)
+    directory = scene_directory(path)
     marker = directory / "executed"
     with _ipc_engine(kind, path, port) as (engine, _):
         (directory / "metas" / "ipc_metas_0").write_bytes(pickle.dumps({"a.weight": _Trap(str(marker))}, 2))
@@ -227,7 +172,7 @@ def shared_directory_has_code(kind: str, path: str, port: int) -> Facts:
 def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """Load strategy `ipc`. What CUDA does is done by the host: for stock, a handle is a name of a tensor of the
     trainer's in this process; ours has a driver without a GPU."""
-    directory = _directory(path)
+    directory = scene_directory(path)
     memory = {name: paddle.to_tensor(array) for name, array in weights(1, 1).items()}
     rows = {
         name: [name, 0, tensor.numel().item() * 4, 10, list(tensor.shape), [], 0] for name, tensor in memory.items()
@@ -242,8 +187,7 @@ def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, dict[
         patched(paddle, load=redirected),
         Engine(kind, directory, port, load_strategy="ipc") as engine,
     ):
-        if engine.ended:
-            raise RuntimeError(engine.ended)
+        engine.raise_ended()
         yield engine, memory
 
 
@@ -251,18 +195,21 @@ def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, dict[
 
 
 def the_same_files_again(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         return _update(engine)
 
 
 def a_byte_of_a_snapshot_flips(kind: str, path: str, port: int) -> Facts:
     """For stock its own files, which have no checksums. Ours: a snapshot that a trainer with this package writes."""
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         file = _publish(Path(path), 2.0) if kind == "ours" else _stock_file(Path(path), 2.0)
         data = bytearray(file.read_bytes())
-        data[-1] ^= 0x40
+        data[-1] ^= 0x01  # of b.bias or b.weight, whichever is last: its sign or exponent stays
         file.write_bytes(data)
-        return _update(engine)
+        facts = _update(engine)
+        live = {name: tensor.numpy() for name, tensor in engine.runner.model.state_dict().items()}
+        is_served = any((array != array.ravel()[0]).any() for array in live.values())
+        return facts | {"flipped": "served" if is_served else "not served"}
 
 
 def _stock_file(directory: Path, value: float) -> Path:
@@ -304,14 +251,14 @@ def weights_sleep_and_wake_over_rsync(kind: str, path: str, port: int) -> Facts:
 
 
 def a_second_tag_sleeps_after_the_first(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port, is_v1=True) as engine:
+    with started(kind, path, port, is_v1=True) as engine:
         first = engine.control("sleep", tags="weight")
         both = engine.control("sleep", tags="weight,kv_cache")
         return _facts(engine) | {"first": first["code"], "both": both["code"], "caches": engine.has_caches}
 
 
 def kv_cache_alone_sleeps_and_wakes(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port, is_v1=True, use_cudagraph=True) as engine:
+    with started(kind, path, port, is_v1=True, use_cudagraph=True) as engine:
         engine.runner.captured.clear()
         engine.runner.model.graphs_cleared = 0
         sleep = engine.control("sleep", tags="kv_cache")
@@ -345,8 +292,9 @@ async def _never() -> None:
 
 
 def front_end_gives_up(kind: str, path: str, port: int) -> Facts:
-    """The legacy route with a short limit, while the update takes longer; then a second look."""
-    with _started(kind, path, port) as engine:
+    """The legacy route with a limit of a second, while what loads takes longer: then what comes of the update. Ours has
+    a deadline of its own, which is as short here as that route's five minutes are long."""
+    with started(kind, path, port, options={"update_s": 1.5}) as engine:
         client = _client(engine)
         engine.store(-1)
         engine.await_word(-2)
@@ -354,20 +302,53 @@ def front_end_gives_up(kind: str, path: str, port: int) -> Facts:
         with _slow_loads(2.5):
             code, body = client.update_model_weight(timeout=0)
             gave_up = {"code": code, "msg": body["msg"], "word": engine.load()}
-            again = client.clear_load_weight(timeout=0)
-            engine.await_word(0)
-        return _facts(engine) | {"gave up": gave_up, "clear": {"code": again[0], "msg": again[1]["msg"]}}
+            engine.await_that(lambda: engine.load() != 1, 10.0)
+            time.sleep(2 * _MOMENT_S)  # long enough for what was loaded to be taken over after all
+        return _facts(engine) | {"gave up": gave_up, "caches": engine.has_caches}
 
 
 @contextmanager
 def _slow_loads(seconds: float) -> Iterator[None]:
-    load = paddle.load
+    """Stock loads by `paddle.load`, ours by its source."""
+    load, stage = paddle.load, DescribedSource.stage
 
-    def slowly(*arguments: Any, **more: Any) -> Any:
-        time.sleep(seconds)
-        return load(*arguments, **more)
+    def slowly(function: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments, **more)
 
-    with patched(paddle, load=slowly):
+        return call
+
+    with patched(paddle, load=slowly(load)), patched(DescribedSource, stage=slowly(stage)):
+        yield
+
+
+def second_tensor_cannot_be_taken(kind: str, path: str, port: int) -> Facts:
+    """V1, in the middle of what changes the model: the second tensor fails, as where memory has run out. FastDeploy is
+    paused and resumed by its engine, which does not look; the loop here decodes all the time."""
+    with _rsync_engine(kind, path, port) as engine:
+        with _failing_at(2):
+            answer = engine.control("update_weights", version="2", verify_checksum=True)
+        seen = len(engine.runner.decoded)
+        engine.await_that(lambda: engine.runner.decoded[-1] != (1.0, 1.0), _MOMENT_S)
+        return _facts(engine) | {"answer": answer, "decoded with": engine.runner.decoded[-1], "seen": seen}
+
+
+@contextmanager
+def _failing_at(call: int) -> Iterator[None]:
+    """Both ways in which a parameter takes new bytes on a CPU."""
+    calls = itertools.count(1)
+
+    def failing(function: Any) -> Any:
+        def take(*arguments: Any) -> Any:
+            if next(calls) == call:
+                raise MemoryError("out of memory")
+            return function(*arguments)
+
+        return take
+
+    ways = {name: failing(getattr(paddle.Tensor, name)) for name in ("set_value", "_share_buffer_to")}
+    with patched(paddle.Tensor, **ways):
         yield
 
 
@@ -376,8 +357,8 @@ def _client(engine: Engine) -> Any:
     client = EngineClient.__new__(EngineClient)
     client.clear_update_lock = threading.Lock()
     client.model_weights_status_signal = engine.word
-    client.kv_cache_status_signal = engine._signals["kv_cache_status"]
-    client.prefix_tree_status_signal = engine._signals["prefix_tree_status"]
+    client.kv_cache_status_signal = engine.signals["kv_cache_status"]
+    client.prefix_tree_status_signal = engine.signals["prefix_tree_status"]
     client.enable_cache_transfer = client.enable_prefix_caching = False
     client.data_parallel_info = {}
     return client
@@ -387,10 +368,9 @@ def _client(engine: Engine) -> Any:
 
 
 class _Stream:
-    """The closed package `checkpoint_transfer`, as far as FastDeploy calls it: counts which tensors that it gave are
-    held at once."""
+    """The closed package `checkpoint_transfer`, as far as FastDeploy calls it."""
 
-    most_held = 0
+    width = 3
 
     def __init__(self, directory: str, local_rank: int, group_size: int) -> None:
         pass
@@ -399,48 +379,51 @@ class _Stream:
         pass
 
     def receive_stream(self, step_id: str, verify_checksum: bool) -> Iterator[tuple[str, Any]]:
-        alive: list[weakref.ref[Any]] = []
-        for name, array in weights(float(step_id), float(step_id)).items():
-            tensor = paddle.to_tensor(array)
-            alive.append(weakref.ref(tensor))
-            yield name, tensor
-            del tensor
-            _Stream.most_held = max(_Stream.most_held, sum(ref() is not None for ref in alive))
+        for name, shape in shapes(_Stream.width).items():
+            yield name, paddle.full(shape, float(step_id))
 
 
 @contextmanager
-def _rsync_engine(kind: str, path: str, port: int) -> Iterator[Engine]:
-    import sys
-    from importlib.machinery import ModuleSpec
-
+def _rsync_engine(kind: str, path: str, port: int, width: int = 3) -> Iterator[Engine]:
     package = ModuleType("checkpoint_transfer")
     package.__spec__, package.__path__ = ModuleSpec("checkpoint_transfer", None), []
     package.CheckpointTransfer = _Stream
-    sys.modules["checkpoint_transfer"] = package
-    directory = _directory(path)
+    directory = scene_directory(path)
     (directory / "version.yaml").write_text("step: 1\nversion: 1\n")
-    options = {"load_strategy": "rsync", "rsync_config": {"directory": str(directory)}}
+    chosen = {"load_strategy": "rsync", "rsync_config": {"directory": str(directory)}, "width": width}
+    sys.modules["checkpoint_transfer"], _Stream.width = package, width
     try:
-        with Engine(kind, directory, port, is_v1=True, **options) as engine:
-            if engine.ended:
-                raise RuntimeError(engine.ended)
+        with Engine(kind, directory, port, is_v1=True, **chosen) as engine:
+            engine.raise_ended()
             yield engine
     finally:
         del sys.modules["checkpoint_transfer"]
 
 
 def state_dict_streams_in(kind: str, path: str, port: int) -> Facts:
-    with _rsync_engine(kind, path, port) as engine:
-        _Stream.most_held = 0
-        answer = engine.control("update_weights", version="2", verify_checksum=True)
-        return _facts(engine) | {"answer": answer, "held at once": _Stream.most_held, "tensors": len(weights(1, 1))}
+    """The most memory that the process has while it takes over a version, beyond what it has before: the second time,
+    so that what is kept from one update to the next is there."""
+    with _rsync_engine(kind, path, port, width=1 << 22) as engine:
+        engine.control("update_weights", version="2", verify_checksum=True)
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        answer = engine.control("update_weights", version="3", verify_checksum=True)
+        peak = _memory("VmHWM")
+        num_bytes = sum(4 * math.prod(shape) for shape in shapes(1 << 22).values())
+        return _facts(engine) | {"code": answer["code"], "beyond": peak - before, "model": num_bytes}
+
+
+def _memory(field: str) -> int:
+    """Bytes."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
 
 
 # 11 ---------------------------------------------------------------------------------------------------
 
 
 def main_and_mtp_have_a_name_in_common(kind: str, path: str, port: int) -> Facts:
-    with _started(kind, path, port, spec_method=SpecMethod.MTP) as engine:
+    with started(kind, path, port, spec_method=SpecMethod.MTP) as engine:
         main_was = engine.first_values()["a.weight"]
         write_snapshot(Path(path), weights(2, 2), 2)
         facts = _update(engine)
@@ -452,20 +435,20 @@ def main_and_mtp_have_a_name_in_common(kind: str, path: str, port: int) -> Facts
 
 
 def gpu_is_named_by_its_uuid(kind: str, path: str, port: int) -> Facts:
-    directory, uuid = _directory(path), "GPU-11111111-aaaa-4aaa-8aaa-000000000001"
+    directory, uuid = scene_directory(path), "GPU-11111111-aaaa-4aaa-8aaa-000000000001"
     os.environ["CUDA_VISIBLE_DEVICES"] = uuid
     try:
         write_snapshot(directory, weights(1, 1), 1)
         (directory / "model_state.tp0.0.pdparams").rename(directory / f"model_state.tp0.{uuid}.pdparams")
         with Engine(kind, directory, port) as engine:
-            return {"loop": engine.last_line or "runs", "values": None if engine.ended else engine.first_values()}
+            return {"loop": engine.last_line or "runs", "values": None if engine.last_line else engine.first_values()}
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def signal_is_made_anew(kind: str, path: str, port: int) -> Facts:
     """As FastDeploy's engine does when it starts again: then a trainer attaches, and asks for an update."""
-    with _started(kind, path, port) as engine:
+    with started(kind, path, port) as engine:
         write_snapshot(Path(path), weights(2, 2), 2)
         anew = IPCSignal(
             name="model_weights_status", array=np.zeros([1], np.int32), dtype=np.int32, suffix=port, create=True

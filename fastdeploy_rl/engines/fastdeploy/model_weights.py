@@ -99,14 +99,14 @@ class ModelWeights:
 
     def prepare(self, views: Mapping[str, TensorView]) -> object:
         """What `bind` of these takes longest to make; for the caller to keep until then. From any thread."""
-        return [_source(view) for view in views.values()]
+        return _sources(views)
 
     def bind(self, views: Mapping[str, TensorView]) -> None:
         """CoverageError, before anything is touched, unless `views` are one for each updated parameter, of its shape
         and dtype. Whatever is raised later on, parameters are bound to what they were bound to before; to nothing,
         where that was nothing."""
         self._check_views(views)
-        held = {name: _source(view) for name, view in views.items()}
+        held = _sources(views)
         before, held_before = self._bound, self._held
         with ExitStack() as going_back:
             going_back.callback(self._put_back, before, held_before)
@@ -153,7 +153,7 @@ class ModelWeights:
         for parameter in self._parameters:
             if parameter.is_filled:
                 _fill(parameter, held[parameter.name])
-            else:
+            elif parameter.name in held:
                 for tensor in parameter.tensors:
                     held[parameter.name]._share_buffer_to(tensor)
 
@@ -206,7 +206,7 @@ def _parameter(names: Sequence[str], state: Mapping[str, paddle.Tensor]) -> _Par
     tensor = state[names[0]]
     shape, strides = tuple(tensor.shape), tuple(tensor.strides)
     distinct = {id(state[name]): state[name] for name in names}
-    is_filled = not _is_on_host(tensor) or not tensor.is_contiguous()
+    is_filled = 0 not in shape and not (_is_on_host(tensor) and tensor.is_contiguous())
     return _Parameter(names[0], tuple(distinct.values()), _dtype_name(names[0], tensor), shape, strides, is_filled)
 
 
@@ -231,17 +231,24 @@ def _specs(
     shares: Mapping[str, str],
     num_ranks: int,
 ) -> tuple[ParameterSpec, ...]:
-    holders = _holders(model)
+    holders, num_cuts = _holders(model), _num_cuts(model, num_ranks)
     firsts = {name: group[0] for group in groups for name in group}
+    own = {group[0] for group in groups if any(fnmatchcase(name, pattern) for name in group for pattern in patterns)}
 
     def spec(name: str) -> ParameterSpec:
         tensor = state[firsts.get(name, name)]
-        found = cut(tuple(tensor.shape), marks_of(tensor, *holders[id(tensor)], num_ranks), num_ranks)
-        if num_ranks > 1 and any(fnmatchcase(firsts.get(name, name), pattern) for pattern in patterns):
-            found = rank_local(tuple(tensor.shape), num_ranks)
-        return ParameterSpec(name, _dtype_name(name, tensor), found.shape, found.axis)
+        dtype, shape = _dtype_name(name, tensor), tuple(tensor.shape)
+        if num_ranks > 1 and firsts.get(name) in own:
+            return rank_local(name, dtype, shape, num_ranks)
+        return cut(name, dtype, shape, marks_of(tensor, *holders[id(tensor)], num_cuts), num_ranks)
 
     return tuple(_tied(spec(name), firsts, shares) for name in state)
+
+
+def _num_cuts(model: paddle.nn.Layer, num_ranks: int) -> int:
+    """Ranks of the tensor-parallel group: under expert parallelism, not all of the engine's."""
+    parallel = getattr(getattr(model, "fd_config", None), "parallel_config", None)
+    return int(getattr(parallel, "tensor_parallel_size", num_ranks))
 
 
 def _tied(spec: ParameterSpec, firsts: Mapping[str, str], shares: Mapping[str, str]) -> ParameterSpec:
@@ -263,8 +270,10 @@ def _holders(model: paddle.nn.Layer) -> dict[int, tuple[paddle.nn.Layer, str]]:
 # --- where its bytes are ----------------------------------------------------------------------------------
 
 
-def _source(view: TensorView) -> paddle.Tensor:
-    return paddle_view.tensor(view)
+def _sources(views: Mapping[str, TensorView]) -> dict[str, paddle.Tensor]:
+    """Without those of no bytes: to Paddle's mind they are not contiguous, and one that lies where another tensor
+    begins would keep that one's memory for good."""
+    return {name: paddle_view.tensor(view) for name, view in views.items() if view.num_bytes}
 
 
 def _address(tensor: paddle.Tensor) -> int:
@@ -275,6 +284,8 @@ def _fill(parameter: _Parameter, source: paddle.Tensor) -> None:
     target = parameter.tensors[0]
     if not target._is_initialized():
         _allocate(parameter)
+    if not (target.is_contiguous() or target.place.is_cpu_place()):
+        source = source._copy_to(target.place, True)  # a copy between machines of memory goes in one run
     with paddle.no_grad():
         target.copy_(source.reshape(target.shape), True)
 

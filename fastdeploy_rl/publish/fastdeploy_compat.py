@@ -166,11 +166,11 @@ class CompatPublisher:
     def _prepare_files(
         self, arrangement: Arrangement, ranks: Sequence[int | None], files: FastDeployFiles, gpus: Sequence[str]
     ) -> PendingCompat:
+        names, states = _flat_names(arrangement), []
         with ExitStack() as undo:
-            states = []
             for rank in ranks:
                 number = self._part.index if rank is None else rank
-                tensors = _flat(arrangement, rank)
+                tensors = _flat(arrangement, names, rank)
                 state = prepare_model_state(
                     files.model_dir, tensors, rank=number, gpu=gpus[number], num_parts=files.num_parts
                 )
@@ -250,10 +250,10 @@ def _flat_names(arrangement: Arrangement) -> dict[str, str]:
     return flat
 
 
-def _flat(arrangement: Arrangement, rank: int | None) -> dict[str, HostTensor]:
+def _flat(arrangement: Arrangement, names: Mapping[str, str], rank: int | None) -> dict[str, HostTensor]:
     """A rank's tensors; None: all that this process has, as it has it."""
     tensors = {tensor.trainer_name: tensor for tensor in arrangement.tensors}
-    return {flat: _slice(tensors[name], rank) for flat, name in _flat_names(arrangement).items()}
+    return {flat: _slice(tensors[name], rank) for flat, name in names.items()}
 
 
 def _slice(tensor: ArrangedTensor, rank: int | None) -> HostTensor:

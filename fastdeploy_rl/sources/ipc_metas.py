@@ -78,6 +78,7 @@ def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
         return None
     gpus = rank_gpus(config.rank, config.num_ranks)
     names = tuple(_name_of(directory, gpu, there) for gpu in gpus)
+    seen = identities_in(directory, names)
     data = [read_ipc_metas_bytes(directory / name) for name in names]
     tables = [
         _RankTable.of(read_ipc_metas(each, str(directory / name)), gpu, name)
@@ -89,7 +90,7 @@ def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
         names,
         partial(_layout, directory, tables, config),
         msgspec.json.encode(how).decode(),
-        FoundMemory(tuple(map(_segment, names, tables)), partial(_reader, directory, tables, config)),
+        FoundMemory(tuple(map(_segment, names, tables)), partial(_reader, seen, directory, tables, config)),
     )
 
 
@@ -185,10 +186,16 @@ def _segment(name: str, table: _RankTable) -> Segment:
 
 
 def _reader(
-    directory: Path, tables: Sequence[_RankTable], config: SourceConfig, files: Sequence[FileIdentity]
+    seen: tuple[FileIdentity, ...],
+    directory: Path,
+    tables: Sequence[_RankTable],
+    config: SourceConfig,
+    files: Sequence[FileIdentity],
 ) -> DeviceReader:
+    """`seen`: the files before the tables were read from them."""
+
     def check() -> None:
-        if identities_in(directory, [file.name for file in files]) != tuple(files):
+        if not identities_in(directory, [file.name for file in files]) == tuple(files) == seen:
             raise NoPublicationError(f"files in {directory} changed since they were looked at; update again")
 
     segments = [DeviceSegment(tuple(table.runs.values())) for table in tables]

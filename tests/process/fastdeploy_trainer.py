@@ -41,14 +41,20 @@ class FastDeployTrainer:
             cwd=Path(__file__).parents[2],
         )
 
-    def ask(self, verb: str, **arguments: Any) -> Any:
+    def send(self, verb: str, **arguments: Any) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps([verb, arguments]), file=self._process.stdin, flush=True)
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
         answer = json.loads(self._process.stdout.readline())
         if "error" in answer:
             raise errors.from_wire(answer["error"], answer["text"])
         return answer["result"]
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        self.send(verb, **arguments)
+        return self.receive()
 
     def write(self, path: Path, tensors: dict[str, np.ndarray[Any, Any]], device: int = 0, cuts: int = 2) -> None:
         """New memory in `cuts` allocations, and a file that names it; what the file named before is freed then."""
@@ -58,9 +64,9 @@ class FastDeployTrainer:
         """Other values where the tensors lie; the file stays as it is."""
         self.ask("overwrite", path=str(path), tensors=_packed(tensors))
 
-    def publish(self, channel: Path, tensors: dict[str, np.ndarray[Any, Any]], **arguments: Any) -> str:
-        """As a WeightPublisher, from CUDA memory, with compat; the version."""
-        return str(self.ask("publish", channel=str(channel), tensors=_packed(tensors), **arguments))
+    def begin_publish(self, channel: Path, tensors: dict[str, np.ndarray[Any, Any]], **arguments: Any) -> None:
+        """As a WeightPublisher, from CUDA memory, with compat; `receive` gives the version."""
+        self.send("publish", channel=str(channel), tensors=_packed(tensors), **arguments)
 
     def kill(self) -> None:
         self._process.kill()

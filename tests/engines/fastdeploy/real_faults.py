@@ -9,7 +9,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +34,7 @@ from tests.engines.fastdeploy.real_engine import (
     weights,
     write_snapshot,
 )
+from tests.process.fastdeploy_trainer import FastDeployTrainer
 
 Facts = dict[str, Any]
 _MOMENT_S = 1.0
@@ -168,27 +169,48 @@ def shared_directory_has_code(kind: str, path: str, port: int) -> Facts:
         return _update(engine) | {"executed": marker.exists()}
 
 
+Overwrite = Callable[[dict[str, np.ndarray]], None]
+"""The trainer writes into the memory that it lent."""
+
+
 @contextmanager
-def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """Load strategy `ipc`. What CUDA does is done by the host: for stock, a handle is a name of a tensor of the
-    trainer's in this process; ours has a driver without a GPU."""
+def _ipc_engine(kind: str, path: str, port: int) -> Iterator[tuple[Engine, Overwrite]]:
+    """Load strategy `ipc`, on metadata that a trainer wrote. For ours it is a process with a CUDA driver that needs no
+    GPU; for stock, which calls Paddle for CUDA, it is this one, and a handle is a name of its tensor."""
     directory = scene_directory(path)
+    (directory / "version.yaml").write_text("step: 1\nversion: 1\n")
+    lend = _lent_by_a_process if kind == "ours" else _lent_by_this_process
+    with lend(directory / "metas") as overwrite, Engine(kind, directory, port, load_strategy="ipc") as engine:
+        engine.raise_ended()
+        yield engine, overwrite
+
+
+@contextmanager
+def _lent_by_a_process(metas: Path) -> Iterator[Overwrite]:
+    with FastDeployTrainer({}) as trainer:
+        trainer.write(metas / "ipc_metas_0", weights(1, 1))
+        yield lambda tensors: trainer.overwrite(metas / "ipc_metas_0", tensors)
+
+
+@contextmanager
+def _lent_by_this_process(metas: Path) -> Iterator[Overwrite]:
     memory = {name: paddle.to_tensor(array) for name, array in weights(1, 1).items()}
     rows = {
-        name: [name, 0, tensor.numel().item() * 4, 10, list(tensor.shape), [], 0] for name, tensor in memory.items()
+        name: [name, 0, 4 * math.prod(tensor.shape), 10, list(tensor.shape), [], 0] for name, tensor in memory.items()
     }
-    (directory / "metas" / "ipc_metas_0").write_bytes(pickle.dumps(rows, 2))
-    (directory / "version.yaml").write_text("step: 1\nversion: 1\n")
+    (metas / "ipc_metas_0").write_bytes(pickle.dumps(rows, 2))
+    load = paddle.load
+
+    def load_elsewhere(file: str, **more: Any) -> Any:
+        return load(str(file).replace("/shared_ipc_meta", str(metas)), **more)
+
+    def overwrite(tensors: dict[str, np.ndarray]) -> None:
+        for name, array in tensors.items():
+            memory[name][...] = paddle.to_tensor(array)
+
     opened = SimpleNamespace(_new_shared_cuda=lambda row: memory[row[0].decode("latin-1")].value().get_tensor())
-    load, metas = paddle.load, str(directory / "metas")
-    redirected = lambda file, **more: load(str(file).replace("/shared_ipc_meta", metas), **more)  # noqa: E731
-    with (
-        patched(paddle.base.core, LoDTensor=opened),
-        patched(paddle, load=redirected),
-        Engine(kind, directory, port, load_strategy="ipc") as engine,
-    ):
-        engine.raise_ended()
-        yield engine, memory
+    with patched(paddle.base.core, LoDTensor=opened), patched(paddle, load=load_elsewhere):
+        yield overwrite
 
 
 # 7 ----------------------------------------------------------------------------------------------------
@@ -204,7 +226,7 @@ def a_byte_of_a_snapshot_flips(kind: str, path: str, port: int) -> Facts:
     with started(kind, path, port) as engine:
         file = _publish(Path(path), 2.0) if kind == "ours" else _stock_file(Path(path), 2.0)
         data = bytearray(file.read_bytes())
-        data[-1] ^= 0x01  # of b.bias or b.weight, whichever is last: its sign or exponent stays
+        data[-1] ^= 0x01  # of the exponent of the last tensor's last element
         file.write_bytes(data)
         facts = _update(engine)
         live = {name: tensor.numpy() for name, tensor in engine.runner.model.state_dict().items()}
@@ -233,9 +255,9 @@ def _publish(directory: Path, value: float) -> Path:
 
 def trainer_goes_on_writing(kind: str, path: str, port: int) -> Facts:
     """After the update, into the memory that it lent."""
-    with _ipc_engine(kind, path, port) as (engine, memory):
+    with _ipc_engine(kind, path, port) as (engine, overwrite):
         before = engine.first_values()
-        memory["a.weight"][...] = 7.0
+        overwrite({"a.weight": np.full_like(weights(1, 1)["a.weight"], 7.0)})
         engine.await_that(lambda: engine.runner.decoded[-1][0] == 7.0, _MOMENT_S)
         return _facts(engine) | {"before": before, "decoded with": engine.runner.decoded[-1][0]}
 

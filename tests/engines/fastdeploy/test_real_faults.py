@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fastdeploy_rl.testing.fake_cuda import FakeCuda
 from tests.engines.fastdeploy.real_tree import ROOT, RealPeer, skip_without_real_tree
 from tests.process.numpy_engine import free_port
 
@@ -80,8 +81,9 @@ def table() -> Iterator[Table]:
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RealPeer]]:
     with (
+        FakeCuda() as cuda,
         RealPeer(tmp_path_factory.mktemp("stock")) as stock,
-        RealPeer(tmp_path_factory.mktemp("ours"), FD_PLUGINS="fastdeploy_rl") as ours,
+        RealPeer(tmp_path_factory.mktemp("ours"), FD_PLUGINS="fastdeploy_rl", **cuda.environ) as ours,
     ):
         yield {"stock": stock, "ours": ours}
 
@@ -170,8 +172,8 @@ def test_no_rank_waits_for_one_that_failed(play: Play, table: Table) -> None:
         + ranks.format(values(stock["rank 0 values"]), values(stock["rank 1 values"])),
         f"word {WORDS[ours['word']]}, both ranks decode; parameters "
         + ranks.format(values(ours["rank 0 values"]), values(ours["rank 1 values"])),
-        "two ranks as threads over the real loop; broadcast and barrier are Python's, likewise without a limit; the file "
-        "of rank 1 is gone",
+        "two ranks as threads over the real loop; broadcast and barrier are Python's, likewise without a limit; the "
+        "file of rank 1 is gone",
     )
 
 
@@ -292,8 +294,8 @@ def test_an_update_that_was_given_up_never_goes_live(play: Play, table: Table) -
     table.rows["9a"] = Row(
         text.format(**stock["gave up"]) + told(stock),
         text.format(**ours["gave up"]) + told(ours),
-        "real EngineClient.update_model_weight with a limit of 1 s on a cleared engine; loading takes 2.5 s, ours has a "
-        "deadline of 1.5 s",
+        "real EngineClient.update_model_weight with a limit of 1 s on a cleared engine; loading takes 2.5 s, ours has "
+        "a deadline of 1.5 s",
     )
 
 

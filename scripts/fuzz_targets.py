@@ -19,6 +19,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.manifest import Fused, Manifest, Part, Run, Segment, Tensor, build_manifest
 from fastdeploy_rl.memory.file_map import FileMap
+from fastdeploy_rl.memory.ipc_metas import HANDLE_BYTES, IpcMeta, read_ipc_metas, write_ipc_metas
 from fastdeploy_rl.memory.saved_state import SavedArray, read_saved_state, write_saved_state
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.planner import make_plan
@@ -124,6 +125,7 @@ _SAVED_STATE = b"".join(
     bytes(piece)
     for piece in write_saved_state({"w": SavedArray("F32", (2, 3), bytes(24)), "v": SavedArray("U8", (), b"1")})
 )
+_IPC_METAS = {"w": IpcMeta(bytes(range(64)), 512, 24, "BF16", (4, 3)), "v": IpcMeta(bytes(64), 0, 8, "F64", ())}
 
 
 # --- readers -------------------------------------------------------------------------------------------
@@ -310,6 +312,20 @@ def _saved_state_reader() -> Iterator[Reader]:
 
 
 @contextmanager
+def _ipc_metas_reader() -> Iterator[Reader]:
+    """What is taken is a handle and a place in memory, and is written as it was read."""
+
+    def read(data: bytes) -> None:
+        found = read_ipc_metas(data)
+        if any(len(meta.handle) != HANDLE_BYTES or meta.offset + meta.num_bytes >= 2**63 for meta in found.values()):
+            raise BrokenPromiseError("a row is taken that is in no memory")
+        if read_ipc_metas(b"".join(write_ipc_metas(found))) != found:
+            raise BrokenPromiseError("rows that were taken are others when they are written")
+
+    yield read
+
+
+@contextmanager
 def _wire_reader() -> Iterator[Reader]:
     """One frame of the tcp transport, as both ends take it in: what is taken is what goes out again, and a question
     that passes costs no more than it may."""
@@ -374,6 +390,7 @@ FILE_TARGETS = [
     Target("run_dir", documents([msgspec.json.encode(r) for r in (_REPORT, _PART, _RECEIPT)]), _run_dir_reader),
     Target("checkpoint", documents([_HEADER]), _checkpoint_reader),
     Target("saved_state", raw([_SAVED_STATE]), _saved_state_reader),
+    Target("ipc_metas", raw([b"".join(write_ipc_metas(_IPC_METAS))]), _ipc_metas_reader),
     Target("wire", raw(_FRAMES), _wire_reader),
     Target("server", documents([b'{"address":"127.0.0.1:8190"}', b'{"address":"[::1]:1"}']), _server_file_reader),
     Target("text", raw([b"1.1", b"3.1200", b"9223372036854775807.0", b"1200"]), _text_reader),

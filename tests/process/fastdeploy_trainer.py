@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdeploy_rl import _native, config, errors
-from fastdeploy_rl.dtypes import DTYPES, numpy_dtype
+from fastdeploy_rl.dtypes import NAMES
 from fastdeploy_rl.memory.cuda_record import open_device
 from fastdeploy_rl.publish.fastdeploy_compat import FastDeployFiles
 from fastdeploy_rl.publish.publisher import Shard, WeightPublisher
 
 INDICES = {"BOOL": 1, "U8": 2, "I32": 7, "F32": 10, "F64": 11, "F16": 15, "BF16": 16}
 """phi::DataType."""
-_NAMES = {numpy_dtype(name): name for name in DTYPES}
+
 _BLOCK_BYTES = 2 << 20
 _PLACE_BYTES = 256
 
@@ -82,7 +82,7 @@ class FastDeployTrainer:
 
 def _packed(tensors: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
     return [
-        [name, _NAMES[value.dtype], list(value.shape), base64.b64encode(value.tobytes()).decode()]
+        [name, NAMES[value.dtype], list(value.shape), base64.b64encode(value.tobytes()).decode()]
         for name, value in tensors.items()
     ]
 

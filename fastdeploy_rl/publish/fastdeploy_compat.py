@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ FASTDEPLOY = "fastdeploy"
 """What `compat` may be."""
 SHARED_DIR = Path("/shared_ipc_meta")
 _DLPACK_CUDA = 2
+_ADVICE = "make room there"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class CompatState(NamedTuple):
 def _copied(handles: CudaHandles, name: str) -> HostTensor:
     tensor = handles.tensor(name)
     copy = np.frombuffer(handles.read(name), numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-    return borrow(copy, name)
+    return replace(borrow(copy, name), dtype=tensor.dtype)  # numpy has one dtype for several
 
 
 class PendingCompat(NamedTuple):
@@ -125,12 +126,11 @@ class PendingCompat(NamedTuple):
     handles: CudaHandles | None
 
     def discard(self) -> None:
+        """Removes what is not in place yet."""
         for state in self.states:
             state.discard()
         if self.metas is not None:
             self.metas.discard()
-        if self.handles is not None:
-            self.handles.release()
 
 
 class CompatPublisher:
@@ -185,7 +185,7 @@ class CompatPublisher:
         metas = handles.metas()
         names = _flat_names(arrangement)
         path = Path(files.metas_dir) / f"ipc_metas_{gpu}"
-        with storing(path, "make room there"):
+        with storing(path, _ADVICE):
             group = _group_of(path.parent)
             rows = {flat: metas[trainer_name] for flat, trainer_name in names.items()}
             pending = write_pending(path, write_ipc_metas(rows), 0o600, group)
@@ -194,17 +194,25 @@ class CompatPublisher:
     def finish(self, pending: PendingCompat, step: int) -> None:
         """Puts the files in place, and says the version last. NoSpaceError, SegmentError: some are in place and the
         version is not said; the publication itself stands."""
-        for state in pending.states:
-            state.finish()
-        if pending.metas is not None:
-            with storing(pending.metas.path, "make room there"):
-                pending.metas.finish()
-                self._metas = pending.metas.path, os.stat(pending.metas.path).st_ino
-        if self._handles is not None:
-            self._handles.release()
-        self._handles = pending.handles
+        try:
+            for state in pending.states:
+                state.finish()
+            if pending.metas is not None:
+                self._put_metas(pending.metas, pending.handles)
+        except BaseException:
+            pending.discard()
+            raise
         if self._part.index == 0:
             write_version(pending.files.model_dir, step)
+
+    def _put_metas(self, metas: PendingFile, handles: CudaHandles | None) -> None:
+        """Once nothing names them any more, the tensors of the publication before are let go."""
+        with storing(metas.path, _ADVICE):
+            metas.finish()
+            self._metas = metas.path, os.stat(metas.path).st_ino
+        former, self._handles = self._handles, handles
+        if former is not None:
+            former.release()
 
     def close(self, keep: bool) -> None:
         """Lets device tensors go, and takes away the file that names them, unless `keep`."""
@@ -263,4 +271,4 @@ def _slice(tensor: ArrangedTensor, rank: int | None) -> HostTensor:
     piece = tensor.pieces[rank]
     whole = np.frombuffer(memoryview(host.buffer), numpy_dtype(host.dtype)).reshape(host.shape)
     index = (*[slice(None)] * axis, slice(piece.start, piece.stop))
-    return borrow(np.ascontiguousarray(whole[index]), tensor.name)
+    return replace(borrow(np.ascontiguousarray(whole[index]), tensor.name), dtype=host.dtype)

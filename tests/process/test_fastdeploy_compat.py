@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from fastdeploy_rl import FastDeployFiles, WeightPublisher
 from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import (
     ConfigurationError,
     FastDeployRLError,
@@ -24,11 +25,14 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.memory.cuda_record import open_device
 from fastdeploy_rl.plan.conventions import hugging_face
 from fastdeploy_rl.publish.channel import Channel
+from fastdeploy_rl.publish.fastdeploy_files import write_version
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
+from fastdeploy_rl.update.client import BoardClient
 from tests.process.answering import soon
 from tests.process.fastdeploy_trainer import FastDeployTrainer
+from tests.process.numpy_engine import NumpyEngine
 
 Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 
@@ -265,3 +269,58 @@ def test_tensors_of_which_only_some_are_in_cuda_memory_are_refused(
     with pytest.raises(TrainerError, match="'w' is not in CUDA memory, others are"):
         publisher.publish(tensors, step=1, compat="fastdeploy", fastdeploy=places.files(0))
     assert places.held() == {}
+
+
+def test_what_cannot_be_put_in_place_is_told_and_the_version_is_not_said(
+    places: Places, publisher: WeightPublisher
+) -> None:
+    """The publication stands: it was announced before."""
+    (places.model / "model_state.tp1.1.pdparams").mkdir()
+    with pytest.raises(SegmentError, match=r"model_state.tp1.1.pdparams cannot be written"):
+        publisher.publish(state(), step=1, layout="tp:2", compat="fastdeploy", fastdeploy=places.files(0, 1))
+    assert sorted(os.listdir(places.model)) == ["model_state.tp0.0.pdparams", "model_state.tp1.1.pdparams"]
+    assert Channel(places.channel).read_publication(soon())[0].version == "1.1"
+
+
+# --- an engine of ours, a trainer that knows FastDeploy only --------------------------------------------------
+
+MODEL = NumpyModel(
+    (
+        ParameterSpec("up", "BF16", (10, 8), 1),
+        ParameterSpec("embed", "F32", (6, 5), 0),
+        ParameterSpec("norm", "F32", (5,), None),
+    )
+)
+
+
+@pytest.mark.parametrize("apply_mode", ["alias", "copy"])
+def test_an_engine_follows_a_trainer_whose_tensors_change_where_they_lie(
+    places: Places, trainer: FastDeployTrainer, apply_mode: str
+) -> None:
+    with (
+        NumpyEngine(
+            MODEL,
+            channel=places.channel,
+            num_ranks=2,
+            model_dir=places.model,
+            metas_dir=places.metas,
+            apply_mode=apply_mode,
+        ) as engine,
+        BoardClient(engine.port) as client,
+    ):
+        for step in (1, 2, 3):
+            weights = random_weights(MODEL, step)
+            for rank in range(2):
+                slices = engine.slices(weights, rank)
+                path = places.metas / f"ipc_metas_{rank}"
+                trainer.write(path, slices, device=rank) if step == 1 else trainer.overwrite(path, slices)
+            write_version(places.model, step)
+            report = client.update()
+            assert (report.outcome, report.version) == ("done", f"1.{step}")
+            assert engine.holds(weights)
+            assert report.receipt == client.receipt(recompute=True)
+        trainer.overwrite(places.metas / "ipc_metas_1", engine.slices(random_weights(MODEL, 4), 1))
+        with pytest.raises(TrainerError, match="'norm' has different values in ipc_metas_0 and in ipc_metas_1"):
+            client.update()
+        assert engine.holds(weights)
+        assert client.status().version == "1.3"

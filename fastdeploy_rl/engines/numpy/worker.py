@@ -57,6 +57,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_strategy: str = "ipc"
     rsync_config: str = ""
     model_dir: str = ""
+    metas_dir: str = ""
     has_checksums: bool = True
     deadlines: Deadlines = Deadlines(update_s=5.0, attach_s=20.0)
     is_restarted_on_death: bool = False
@@ -112,6 +113,7 @@ class Worker:
             parameters=tuple(self._models.parameters()),
             num_threads=config.num_copy_threads,
             rsync_config=config.rsync_config,
+            metas_dir=Path(config.metas_dir) if config.metas_dir else None,
         )
 
     def start(self) -> None:

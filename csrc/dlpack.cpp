@@ -8,7 +8,15 @@ namespace fastdeploy_rl {
 
 namespace {
 
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
+enum TypeCode : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kBool = 6,
+  kFloat8E4M3FN = 10,
+  kFloat8E5M2 = 12
+};
 
 constexpr size_t kMaxDimensions = 64;
 
@@ -18,9 +26,18 @@ struct NamedType {
 };
 
 constexpr NamedType kTypes[] = {
-    {"F64", {kFloat, 64, 1}}, {"F32", {kFloat, 32, 1}}, {"F16", {kFloat, 16, 1}}, {"BF16", {kBfloat, 16, 1}},
-    {"I64", {kInt, 64, 1}},   {"I32", {kInt, 32, 1}},   {"I16", {kInt, 16, 1}},   {"I8", {kInt, 8, 1}},
-    {"U8", {kUInt, 8, 1}},    {"BOOL", {kBool, 8, 1}},
+    {"F64", {kFloat, 64, 1}},
+    {"F32", {kFloat, 32, 1}},
+    {"F16", {kFloat, 16, 1}},
+    {"BF16", {kBfloat, 16, 1}},
+    {"I64", {kInt, 64, 1}},
+    {"I32", {kInt, 32, 1}},
+    {"I16", {kInt, 16, 1}},
+    {"I8", {kInt, 8, 1}},
+    {"U8", {kUInt, 8, 1}},
+    {"BOOL", {kBool, 8, 1}},
+    {"F8_E4M3", {kFloat8E4M3FN, 8, 1}},
+    {"F8_E5M2", {kFloat8E5M2, 8, 1}},
 };
 
 const NamedType& type_named(const std::string& name) {

@@ -1,7 +1,7 @@
 """The element types: safetensors names, their sizes, what numpy calls them, and which of them may become which.
 
 A dtype is its safetensors name (a str) everywhere above the wire. numpy has no bfloat16, so BF16 arrays are uint16 that
-hold the upper half of a float32.
+hold the upper half of a float32; nor has it floats of eight bits: their arrays are uint8, as those of U8 are.
 """
 
 from typing import Any, Final
@@ -15,6 +15,8 @@ _NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
@@ -23,6 +25,8 @@ _NUMPY: Final[dict[str, np.dtype[Any]]] = {
     "BOOL": np.dtype("?"),
 }
 DTYPES: Final = tuple(_NUMPY)
+NAMES: Final = {dtype: name for name, dtype in _NUMPY.items()}
+"""The name of an array that comes without one; uint8 is U8, which stands last of the three, and uint16 BF16."""
 
 _FLOATS: Final = ("F32", "F16", "BF16")
 """These may become each other; the core names a cast by its two sides."""

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdeploy_rl import _native
-from fastdeploy_rl.dtypes import DTYPES, numpy_dtype
+from fastdeploy_rl.dtypes import NAMES
 from fastdeploy_rl.errors import TrainerError
 from fastdeploy_rl.memory.dlpack_export import detached, export, unsupported_dtype
 
 _DLPACK_CPU = 1
-_NAMES = {numpy_dtype(name): name for name in DTYPES}
+_ML_DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+"""What the package of that name calls them: numpy's own have none."""
 
 
 class MemoryKey(NamedTuple):
@@ -68,7 +69,7 @@ def _borrow_array(array: np.ndarray[Any, Any], name: str) -> HostTensor:
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str | None:
-    return _NAMES.get(dtype) or ("BF16" if dtype.name == "bfloat16" else None)
+    return NAMES.get(dtype) or _ML_DTYPES.get(dtype.name)
 
 
 def _borrow_dlpack(tensor: Any, name: str) -> HostTensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import paddle
 import pytest
@@ -54,7 +55,7 @@ class Matrix:
         """As the trainer publishes them, perhaps in another order."""
         arrays = self.arrays(weights)
         names = list(reversed(arrays)) if is_reversed else list(arrays)
-        return {name: as_bf16(arrays[name]) if self.dtypes[name] == "BF16" else arrays[name] for name in names}
+        return {name: NOT_OF_NUMPY.get(self.dtypes[name], np.asarray)(arrays[name]) for name in names}
 
     def arrays(self, weights: Weights) -> Weights:
         return {name: np.array(values(weights), order="C") for name, values in self.stored.items()}
@@ -64,6 +65,14 @@ def as_bf16(bits: np.ndarray) -> "paddle.Tensor":
     if not bits.size:
         return paddle.zeros(bits.shape, "bfloat16")
     return paddle.to_tensor(bits.reshape(-1).view(np.int16)).view("bfloat16").reshape(bits.shape)
+
+
+NOT_OF_NUMPY: dict[str, Callable[[np.ndarray], Any]] = {
+    "BF16": as_bf16,
+    "F8_E4M3": lambda array: array.view(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": lambda array: array.view(ml_dtypes.float8_e5m2),
+}
+"""Types whose arrays are plain integers here."""
 
 
 # --- the kinds of tensors, each in every dtype

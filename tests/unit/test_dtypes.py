@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from fastdeploy_rl._native import Region, transfer
-from fastdeploy_rl.dtypes import DTYPES, cast_between, itemsize, numpy_dtype
+from fastdeploy_rl.dtypes import DTYPES, NAMES, cast_between, itemsize, numpy_dtype
 from fastdeploy_rl.errors import ConfigurationError
 
 
 def test_sizes_are_those_the_names_say() -> None:
-    bits = {"BOOL": 8} | {name: int(name.lstrip("BFIU")) for name in DTYPES if name != "BOOL"}
+    bits = {"BOOL": 8} | {name: int(name.partition("_")[0].lstrip("BFIU")) for name in DTYPES if name != "BOOL"}
     assert {name: 8 * itemsize(name) for name in DTYPES} == bits
 
 
@@ -19,11 +19,13 @@ def test_numpy_dtypes_have_the_same_size_and_little_endian_order() -> None:
         assert np.dtype(numpy_dtype(name)).newbyteorder("<") == numpy_dtype(name)
 
 
-def test_bfloat16_is_held_as_uint16() -> None:
+def test_floats_that_numpy_has_not_are_held_as_integers() -> None:
     assert numpy_dtype("BF16") == np.uint16
+    assert numpy_dtype("F8_E4M3") == numpy_dtype("F8_E5M2") == np.uint8
+    assert (NAMES[np.dtype(np.uint16)], NAMES[np.dtype(np.uint8)]) == ("BF16", "U8")
 
 
-@pytest.mark.parametrize("name", ["", "f32", "F8_E4M3", "float32", "U16"])
+@pytest.mark.parametrize("name", ["", "f32", "F8_E8M0", "float32", "U16"])
 def test_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unknown dtype '{name}'; known are F64 F32"):
         itemsize(name)

@@ -30,6 +30,12 @@ def test_uint16_and_ml_dtypes_arrays_are_bfloat16() -> None:
     assert borrow(np.zeros(3, ml_dtypes.bfloat16)).dtype == "BF16"
 
 
+def test_arrays_of_eight_bit_floats_have_their_own_names() -> None:
+    assert borrow(np.zeros(3, ml_dtypes.float8_e4m3fn)).dtype == "F8_E4M3"
+    assert borrow(np.zeros(3, ml_dtypes.float8_e5m2)).dtype == "F8_E5M2"
+    assert borrow(np.zeros(3, np.uint8)).dtype == "U8"
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 7)])
 def test_zero_dimensional_and_empty_arrays_are_tensors_too(shape: tuple[int, ...]) -> None:
     host = borrow(np.ones(shape, np.float32))

@@ -30,6 +30,8 @@ _DTYPES = {
     paddle.float32: "F32",
     paddle.float16: "F16",
     paddle.bfloat16: "BF16",
+    paddle.float8_e4m3fn: "F8_E4M3",
+    paddle.float8_e5m2: "F8_E5M2",
     paddle.int64: "I64",
     paddle.int32: "I32",
     paddle.int16: "I16",
@@ -301,5 +303,6 @@ def _allocate(parameter: _Parameter) -> None:
 
 
 def _has_bytes_of(parameter: _Parameter, view: TensorView) -> bool:
-    held = np.ascontiguousarray(parameter.tensors[0].numpy()).reshape(-1).view(np.uint8)
-    return bool(np.array_equal(held, view.numpy().reshape(-1).view(np.uint8)))
+    words = np.uint64 if view.num_bytes % 8 == 0 else np.uint8
+    held = np.ascontiguousarray(parameter.tensors[0].numpy()).reshape(-1).view(words)
+    return bool(np.array_equal(held, view.numpy().reshape(-1).view(words)))

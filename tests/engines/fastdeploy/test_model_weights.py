@@ -16,6 +16,8 @@ from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.model_group import _as_in_group
 
 Views = dict[str, TensorView]
+BITS = {"BF16": lambda floats: floats.view(np.uint32) >> 16, "F8_E4M3": lambda floats: np.abs(floats).astype(np.uint8)}
+"""Of types that numpy has not."""
 
 
 class Decoder(paddle.nn.Layer):
@@ -29,12 +31,17 @@ class Decoder(paddle.nn.Layer):
         self.add_parameter("filled", turned)
         self.register_buffer("scale", paddle.to_tensor(1.0))
         self.register_buffer("codes", paddle.zeros([3, 4], dtype="int8"))
+        self.register_buffer("small", paddle.zeros([4]).cast("float8_e4m3fn"))
         self.register_buffer("norm", paddle.ones([4], dtype="bfloat16"))
         self.register_buffer("nothing", paddle.zeros([0, 4]))
         self.register_buffer("table", paddle.zeros([2]), persistable=False)
 
     def forward(self, inputs: paddle.Tensor) -> paddle.Tensor:
-        return self.linear(inputs * self.norm.cast("float32")) @ self.filled.t() * self.scale + self.codes.sum()
+        return (
+            self.linear(inputs * self.norm.cast("float32")) @ self.filled.t() * self.scale
+            + self.small.cast("float32")
+            + self.codes.sum()
+        )
 
 
 def lazy_decoder() -> Decoder:
@@ -48,7 +55,7 @@ def make_views(memory: _native.Mapping, weights: ModelWeights, seed: int) -> Vie
         if spec.coverage is Coverage.UPDATED:
             view = TensorView(memory, offset, spec.dtype, spec.local_shape(weights.num_ranks))
             values = random.standard_normal(view.shape, dtype=np.float32) * 8
-            view.numpy()[...] = values.view(np.uint32) >> 16 if spec.dtype == "BF16" else values
+            view.numpy()[...] = BITS.get(spec.dtype, lambda floats: floats)(values)
             views[spec.name] = view
             offset += -(-view.num_bytes // 64) * 64
     return views
@@ -76,9 +83,9 @@ def expected(views: Views) -> bytes:
     model = Decoder()
     for name, view in views.items():
         array = np.array(view.numpy())
-        value = paddle.to_tensor(array).view("bfloat16") if view.dtype == "BF16" else paddle.to_tensor(array)
+        value = paddle.to_tensor(array).view(model.state_dict()[name].dtype) if array.size else None
         with paddle.no_grad():
-            if array.size:
+            if value is not None:
                 model.state_dict()[name].copy_(value, True)
     return answer(model)
 
@@ -89,6 +96,7 @@ def test_everything_in_the_state_dict_is_a_parameter_and_one_memory_is_one() -> 
         "filled": ("F32", (4, 6), Coverage.UPDATED, None),
         "scale": ("F32", (), Coverage.UPDATED, None),
         "codes": ("I8", (3, 4), Coverage.UPDATED, None),
+        "small": ("F8_E4M3", (4,), Coverage.UPDATED, None),
         "norm": ("BF16", (4,), Coverage.UPDATED, None),
         "nothing": ("F32", (0, 4), Coverage.UPDATED, None),
         "linear.weight": ("F32", (4, 6), Coverage.UPDATED, None),

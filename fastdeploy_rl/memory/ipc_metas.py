@@ -54,6 +54,8 @@ _DTYPES: Final = {
     11: "F64",
     15: "F16",
     16: "BF16",
+    17: "F8_E4M3",
+    18: "F8_E5M2",
 }
 """phi::DataType (paddle/phi/common/data_type.h), as far as we know the dtype."""
 _INDICES: Final = {dtype: index for index, dtype in _DTYPES.items()}
@@ -65,8 +67,6 @@ _UNKNOWN_DTYPES: Final = {
     12: "COMPLEX64",
     13: "COMPLEX128",
     14: "PSTRING",
-    17: "FLOAT8_E4M3FN",
-    18: "FLOAT8_E5M2",
 }
 """For messages."""
 

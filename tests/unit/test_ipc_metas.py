@@ -98,7 +98,7 @@ def refused(data: bytes, match: str) -> None:
         (row(bytes=25), r"25 bytes are no BF16 of \[4, 3\]"),
         (row(bytes="24"), "its number of bytes is str"),
         (row(dtype=22), r"has dtype 22 \(no index of phi::DataType\); known are BOOL"),
-        (row(dtype=17, bytes=12), r"has dtype 17 \(FLOAT8_E4M3FN\)"),
+        (row(dtype=4, bytes=24), r"has dtype 4 \(UINT16\)"),
         (row(dtype="BF16"), "has dtype str"),
         (row(dims=[4, -3]), "its size of a dimension is -3"),
         (row(dims=[1] * 9), "its shape is 9 dimensions; at most 8"),

@@ -66,7 +66,7 @@ class DynamicWeightManager:
         self.first_load = False
 
     def _engine_hooks(self, gpu_runner: Any) -> EngineHooks:
-        cache_transfer = CacheTransfer.of(self.fd_config, self.settings, self.seat.meet)
+        cache_transfer = CacheTransfer.of(self.fd_config, self.settings)
         return EngineHooks(gpu_runner, expert_parallel=self._expert_parallel, cache_transfer=cache_transfer)
 
     def _model_runner(self) -> ModelRunner:

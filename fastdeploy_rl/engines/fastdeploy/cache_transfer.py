@@ -1,0 +1,167 @@
+"""What FastDeploy's other processes are told when KV pages go and come: the one that swaps pages to the host or to a
+storage, over `kv_cache_status`, and the engine's prefix tree, over `prefix_tree_status`.
+
+Owns both handshakes. Refuses to know pages, weights and ranks other than by who may speak. Invariant: every wait has a
+deadline; a tree that could not be cleared in time is left to go on as it was.
+
+FastDeploy 2.6: a process that swaps pages owns them, and the runner is attached to them. Told CLEARING it waits until
+the runner of each rank has detached, frees them and says CLEARED; told UPDATING it makes new ones and says NORMAL. The
+tree is cleared once nothing is being swapped. It has no thread that listens where FD_ENABLE_V1_UPDATE_WEIGHTS is set:
+there the engine tells the other process by its own queue, and resets its tree when it is paused.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, StatusWord
+from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError
+from fastdeploy_rl.lifecycle import LegacyStatus
+
+_LOOK_NS = 10_000_000
+"""Foreign processes store into the words without waking anybody."""
+_MIXED = "mixed"
+_V1_VARIABLE = "FD_ENABLE_V1_UPDATE_WEIGHTS"
+_SWAPPING = "answer of the cache-transfer process"
+_TREE = "answer of the engine's prefix tree"
+
+
+class CacheTransfer:
+    """One rank's. All calls come from its loop's thread."""
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        has_process: bool,
+        has_prefix_tree: bool,
+        leads: bool = True,
+        listens: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """`port`: of this rank's words. `has_process`: pages are another process's. `leads`: this rank speaks to the
+        tree, for all of its engine. `listens`: the tree hears the word. `timeout_s`: of each wait."""
+        self._port, self._timeout_s = port, timeout_s
+        self.has_process, self.has_prefix_tree = has_process, has_prefix_tree
+        self._leads, self._listens = leads, listens
+        self.is_told = False
+        """FastDeploy's engine tells the others itself, at present."""
+
+    @classmethod
+    def of(cls, fd_config: Any, settings: EngineSettings) -> "CacheTransfer":
+        """ConfigurationError where prefill and decode are split over engines: FastDeploy's processes give no pages back
+        there."""
+        role = getattr(fd_config.scheduler_config, "splitwise_role", _MIXED)
+        if role != _MIXED:
+            raise ConfigurationError(
+                f"splitwise_role {role!r}: weights that change need an engine with splitwise_role {_MIXED!r}, since "
+                "FastDeploy neither frees nor clears the KV cache of another one"
+            )
+        cache = fd_config.cache_config
+        return cls(
+            settings.own_port,
+            has_process=getattr(cache, "num_cpu_blocks", 0) > 0
+            or bool(getattr(cache, "kvcache_storage_backend", None)),
+            has_prefix_tree=bool(cache.enable_prefix_caching),
+            leads=settings.tp_rank == 0,
+            listens=not int(os.environ.get(_V1_VARIABLE, "0")),
+            timeout_s=settings.deadlines.clear_s,
+        )
+
+    @contextmanager
+    def told_by_engine(self) -> Iterator[None]:
+        """Inside, FastDeploy's engine is paused, has reset its tree, and tells the other process what it must know."""
+        before, self.is_told = self.is_told, True
+        try:
+            yield
+        finally:
+            self.is_told = before
+
+    @property
+    def can_reset_tree(self) -> bool:
+        """No request will be given KV of before, if this is wanted."""
+        return self.is_told or self._listens or not self.has_prefix_tree
+
+    @property
+    def must_swap_owners(self) -> bool:
+        """Pages cannot be emptied in place: another process may be copying to and from them."""
+        return self.has_process and not self.is_told
+
+    # --- pages -------------------------------------------------------------------------------------
+
+    def tell_pages_go(self) -> None:
+        """Before this rank lets go of its pages. Every rank tells: the answer needs all of them."""
+        if self.must_swap_owners:
+            with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
+                if word.load() not in (LegacyStatus.CLEARING, LegacyStatus.CLEARED):
+                    word.store(LegacyStatus.CLEARING)
+
+    def await_pages_gone(self) -> None:
+        """After. DeadlineExceededError."""
+        if self.must_swap_owners:
+            self._ask(KV_CACHE_WORD, LegacyStatus.CLEARING, LegacyStatus.CLEARED, _SWAPPING)
+
+    def await_pages_come(self, are_there: Callable[[], bool]) -> None:
+        """Before this rank takes up pages that were dropped: where they are another process's, it is told to make them,
+        and `are_there` says when this rank may attach (FastDeploy's runner waits for that without a deadline).
+        DeadlineExceededError."""
+        if self.must_swap_owners:
+            self._ask(KV_CACHE_WORD, LegacyStatus.UPDATING, LegacyStatus.NORMAL, _SWAPPING)
+        if self.has_process:
+            self._await(are_there, "KV pages of the cache-transfer process")
+
+    # --- the tree ----------------------------------------------------------------------------------
+
+    def clear_tree(self) -> None:
+        """From here on the engine finds no KV of before. DeadlineExceededError: the tree is as it was."""
+        if self._speaks_to_tree:
+            try:
+                self._ask(PREFIX_TREE_WORD, LegacyStatus.CLEARING, LegacyStatus.CLEARED, _TREE)
+            except DeadlineExceededError:
+                with closing(StatusWord(PREFIX_TREE_WORD, self._port)) as word:
+                    word.exchange(LegacyStatus.CLEARING, LegacyStatus.NORMAL)
+                raise
+
+    def renew_tree(self) -> None:
+        """The engine may keep KV from here on. DeadlineExceededError."""
+        if self._speaks_to_tree:
+            with closing(StatusWord(PREFIX_TREE_WORD, self._port)) as word:
+                word.store(LegacyStatus.UPDATING)
+            self._ask(PREFIX_TREE_WORD, LegacyStatus.UPDATING, LegacyStatus.NORMAL, _TREE)
+
+    @property
+    def _speaks_to_tree(self) -> bool:
+        return self.has_prefix_tree and self._leads and self._listens and not self.is_told
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def _ask(self, name: str, asked: LegacyStatus, answered: LegacyStatus, what: str) -> None:
+        """Asks again where something else comes to stand there: a slower rank's process may answer the last call only
+        now, and FastDeploy's loop stores without looking."""
+        with closing(StatusWord(name, self._port)) as word:
+
+            def is_answered() -> bool:
+                found = word.load()
+                if found not in (asked, answered):
+                    word.store(asked)
+                return found == answered
+
+            def look(deadline_ns: int) -> None:
+                word.wait_change(asked, deadline_ns)
+
+            self._await(is_answered, f"{what} to {asked.name} in {name}.{self._port}", look)
+
+    def _await(self, is_over: Callable[[], bool], what: str, look: Callable[[int], object] | None = None) -> None:
+        begun = time.monotonic()
+        end_ns = time.monotonic_ns() + int(self._timeout_s * 1e9)
+        while not is_over():
+            now = time.monotonic_ns()
+            if now >= end_ns:
+                raise DeadlineExceededError.waiting_for(what, since_s=begun)
+            if look is None:
+                time.sleep(_LOOK_NS / 1e9)
+            else:
+                look(min(now + _LOOK_NS, end_ns))

@@ -1,0 +1,300 @@
+"""What FastDeploy's model runner derived from weights: requests, KV pages and captured graphs, of its main model and of
+an MTP model beside it.
+
+Owns when they are dropped, emptied, made and captured, and which digest the pages belong to. Refuses to know how
+weights arrive and other ranks. Invariants: no graph is there that was captured with other addresses than parameters and pages
+have; pages hold KV of the weights with the noted digest, or none.
+
+FastDeploy makes pages and graphs itself, after it has loaded the model: until then nothing here does. Its scheduler is
+in another process: a request whose KV is lost cannot be computed again, as nobody here could tell it so.
+
+Written for FastDeploy 2.6. What runs on a device alone (synchronizing, capturing) was not run on a GPU.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import paddle
+
+from fastdeploy_rl.engines.fastdeploy.cache_transfer import CacheTransfer
+from fastdeploy_rl.engines.fastdeploy.expert_parallel import ExpertParallel
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError
+
+_log = logging.getLogger(__name__)
+
+_MTP = "mtp"
+_UNKNOWN = ""
+"""Digest of pages that were just emptied, or of which nothing is known."""
+_PAUSE_S = 0.5
+"""So long after a forward pass it counts as one that others follow."""
+_LOOK_S = 0.001
+
+Addresses = Mapping[str, int]
+
+
+class EngineHooks:
+    """One rank's. All calls come from FastDeploy's loop, but for `is_computing` and `capture_seconds`."""
+
+    def __init__(self, gpu_runner: Any, *, expert_parallel: ExpertParallel, cache_transfer: CacheTransfer) -> None:
+        """`gpu_runner`: FastDeploy's GPUModelRunner, or what has its attributes. ConfigurationError where graphs are of
+        a kind that FastDeploy cannot drop."""
+        self._runner = gpu_runner
+        self._expert_parallel, self._cache_transfer = expert_parallel, cache_transfer
+        level = gpu_runner.fd_config.graph_opt_config.graph_opt_level
+        if gpu_runner.use_cudagraph and level:
+            raise ConfigurationError(
+                f"graph_opt_level {level} with CUDA graphs: FastDeploy cannot drop static graphs, so weights could not "
+                "change; set graph_opt_level to 0"
+            )
+        self._has_started = False
+        self._digest = _UNKNOWN
+        self._captured: Addresses | None = None
+        self.capture_seconds = 0.0
+        """How long the last capture took; 0 where nothing was captured here yet."""
+        self._computed_s = -_PAUSE_S
+
+    # --- weights -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def weights_coming(self) -> Iterator[None]:
+        """Around a bind, of this model's: before it, what the weights need; after it, graphs that it made stale go."""
+        self._look_at_start()
+        self._expert_parallel.restart_groups()
+        self._expert_parallel.recreate_buffer()
+        try:
+            yield
+        finally:
+            if self._captured is not None and self._captured != self._addresses():
+                self.drop_graphs()
+
+    @contextmanager
+    def weights_going(self) -> Iterator[None]:
+        self._look_at_start()
+        self.drop_graphs()
+        self._expert_parallel.clear_buffer()
+        yield
+        paddle.device.cuda.empty_cache()
+        self._expert_parallel.weights_are_gone()
+
+    # --- requests ----------------------------------------------------------------------------------
+
+    def drain(self, deadline_ns: int) -> None:
+        """FastDeploy's loop is between two forward passes; this waits for the device. DeadlineExceededError."""
+        self._look_at_start()
+        if paddle.is_compiled_with_cuda():
+            _await_device(deadline_ns)
+
+    def note_computing(self) -> None:
+        """At each of FastDeploy's turns to compute something, which it takes idle or not."""
+        if getattr(self._runner, "current_launch_token_num", 1):
+            self._computed_s = time.monotonic()
+
+    @property
+    def is_computing(self) -> bool:
+        return time.monotonic() - self._computed_s < _PAUSE_S
+
+    def num_requests(self) -> int:
+        """Of those that this worker generates tokens for; the same on every rank of an engine."""
+        if not self._has_started:
+            return 0
+        return int((~self._runner.share_inputs["stop_flags"]).sum())
+
+    def abort_requests(self, reason: str) -> None:
+        if number := self.num_requests():
+            _log.warning("event=requests_dropped num=%d reason=%r", number, reason)
+            self._runner.clear_requests()
+
+    # --- KV cache ----------------------------------------------------------------------------------
+
+    @property
+    def has_kv_cache(self) -> bool:
+        return bool(self._runner.cache_kvs_map)
+
+    def told_by_engine(self) -> AbstractContextManager[None]:
+        """As `CacheTransfer.told_by_engine`."""
+        return self._cache_transfer.told_by_engine()
+
+    def drop_kv_cache(self) -> None:
+        """Requests in flight end with it. DeadlineExceededError where FastDeploy's other processes do not answer: this
+        rank's pages are gone then."""
+        self._look_at_start()
+        if not (self.has_kv_cache or self._draft_pages()):
+            return
+        self.drop_graphs()  # they would keep the pages, and write into them
+        self.abort_requests("their KV cache is dropped")
+        self._digest = _UNKNOWN
+        self._cache_transfer.tell_pages_go()
+        self._let_go_of_pages()
+        self._cache_transfer.await_pages_gone()
+        self._cache_transfer.clear_tree()
+
+    def _let_go_of_pages(self) -> None:
+        """The draft model's first: the call for the main model's tells the owner of both that they may be freed."""
+        draft = self._draft
+        if draft is not None and draft.cache_kvs_map:
+            if draft.forward_meta is not None and "caches" not in vars(draft.forward_meta):
+                draft.forward_meta.caches = None  # FastDeploy deletes it unseen, also where it did so before
+            draft.clear_mtp_cache()
+        if self._runner.cache_kvs_map:
+            self._runner.clear_cache()
+
+    def rebuild_kv_cache(self, content_digest: str) -> None:
+        """Empty pages, and a prefix tree that knows of none. Where pages are resident they are emptied in place, so
+        that their addresses stay, unless another process swaps them.
+
+        LifecycleError, with nothing changed: requests in flight would lose their KV, or prefixes of other weights would
+        stay. DeadlineExceededError."""
+        self._look_at_start()
+        if not self._has_started:
+            self._digest = content_digest
+        elif not self.has_kv_cache:
+            self._make_pages(content_digest)
+        elif self._must_change(content_digest, "rebuild"):
+            self._empty_pages(content_digest)
+
+    def keep_kv_cache(self, content_digest: str) -> None:
+        """As `ModelRunner.keep_kv_cache`. LifecycleError, with nothing changed, while requests are in flight and
+        prefixes are cached: FastDeploy can reset its tree only together with the pages of those requests."""
+        self._look_at_start()
+        if not self._has_started or not self.has_kv_cache:
+            self.rebuild_kv_cache(content_digest)
+        elif self._cache_transfer.has_prefix_tree and content_digest != self._digest:
+            if self._must_change(content_digest, "keep"):
+                self._empty_pages(content_digest)
+        else:
+            self._digest = content_digest
+
+    def _must_change(self, content_digest: str, verb: str) -> bool:
+        """False: pages hold KV of these very weights, of requests that may go on with it. That is what is asked for
+        when an update is undone that was refused here before it changed anything, on every rank alike."""
+        num_requests, can_reset = self.num_requests(), self._cache_transfer.can_reset_tree
+        if not num_requests and can_reset:
+            return True
+        if content_digest == self._digest:
+            return False
+        if num_requests:
+            raise LifecycleError(
+                f"cannot {verb} the KV cache for other weights while {num_requests} requests are in flight: "
+                "FastDeploy's scheduler would not compute theirs again. Pause the engine first, letting them end or "
+                "aborting them, or update over FastDeploy's own routes"
+            )
+        raise LifecycleError(
+            f"cannot {verb} the KV cache for other weights: prefix caching is on, and with FD_ENABLE_V1_UPDATE_WEIGHTS "
+            "FastDeploy resets its prefix tree in a pause alone. Use POST /v1/pause and POST /v1/update_weights"
+        )
+
+    def _empty_pages(self, content_digest: str) -> None:
+        if self._cache_transfer.must_swap_owners:
+            self.drop_kv_cache()
+            self._make_pages(content_digest)
+            return
+        self._cache_transfer.clear_tree()
+        self._digest = _UNKNOWN
+        for pages in (*self._runner.cache_kvs_map.values(), *self._draft_pages().values()):
+            pages.zero_()
+        self._cache_transfer.renew_tree()
+        self._digest = content_digest
+
+    def _make_pages(self, content_digest: str) -> None:
+        """In FastDeploy's order: inputs first, of which the draft model's are copies."""
+        if not self._cache_transfer.can_reset_tree:
+            raise LifecycleError(
+                "the KV cache cannot come back here: FastDeploy's prefix tree may still know pages of before. "
+                "Use POST /v1/sleep and POST /v1/wakeup, which reset it"
+            )
+        runner, draft = self._runner, self._draft
+        self._cache_transfer.await_pages_come(self._may_attach)
+        runner.share_inputs.reset_share_inputs()
+        if draft is not None:
+            draft.model_inputs.reset_model_inputs()
+            draft.initialize_kv_cache(main_model_num_blocks=runner.num_gpu_blocks)
+        runner.initialize_kv_cache()
+        self._cache_transfer.renew_tree()
+        self._digest = content_digest
+
+    def _may_attach(self) -> bool:
+        runner = self._runner
+        local_rank = runner.local_rank % runner.fd_config.parallel_config.tensor_parallel_size
+        return bool(runner.cache_ready_signal.value[local_rank] == 1)
+
+    @property
+    def _draft(self) -> Any:
+        """FastDeploy's MTP proposer; None without one."""
+        return self._runner.proposer if self._runner.spec_method == _MTP else None
+
+    def _draft_pages(self) -> dict[str, Any]:
+        return {} if self._draft is None else dict(self._draft.cache_kvs_map)
+
+    # --- graphs ------------------------------------------------------------------------------------
+
+    def recapture_graphs(self) -> int:
+        """Graphs of all models together. None are captured before FastDeploy did so itself, nor while parameters or
+        pages are missing."""
+        self._look_at_start()
+        addresses = self._addresses()
+        if not (self._has_started and self._runner.use_cudagraph and self.has_kv_cache and all(addresses.values())):
+            return 0
+        if addresses == self._captured:
+            return 0
+        self.drop_graphs()
+        begun = time.monotonic()
+        try:
+            self._runner.capture_model()
+        except BaseException:
+            self.drop_graphs()
+            raise
+        self._captured, self.capture_seconds = addresses, time.monotonic() - begun
+        num_graphs = len(self._runner.cudagraph_capture_sizes)
+        _log.info("event=graphs_captured num=%d seconds=%.3f", num_graphs, self.capture_seconds)
+        return num_graphs
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._captured is not None
+
+    def drop_graphs(self) -> None:
+        """Also where none are known here: FastDeploy captures one in passing where a step finds none."""
+        if not self._runner.use_cudagraph:
+            return
+        for model in self._models().values():
+            if hasattr(model, "clear_graph_opt_backend"):  # some draft models have it in no version
+                model.clear_graph_opt_backend()
+        self._captured = None
+
+    def _look_at_start(self) -> None:
+        """FastDeploy has pages of its own making, so it has captured its graphs as well: nothing comes in between, and
+        nothing was moved since."""
+        if not self._has_started and self.has_kv_cache:
+            self._has_started = True
+            if self._runner.use_cudagraph:
+                self._captured = self._addresses()
+
+    def _models(self) -> dict[str, Any]:
+        draft = self._draft
+        return {"": self._runner.model} if draft is None else {"": self._runner.model, f"{_MTP}/": draft.model}
+
+    def _addresses(self) -> Addresses:
+        """Of all that graphs were captured with and that moves when weights or pages do; 0: nowhere."""
+        tensors = {
+            f"{prefix}{name}": tensor
+            for prefix, model in self._models().items()
+            for name, tensor in model.state_dict().items()
+        }
+        tensors |= {**self._runner.cache_kvs_map, **self._draft_pages()}
+        return {name: int(tensor.data_ptr()) if tensor._is_initialized() else 0 for name, tensor in tensors.items()}
+
+
+def _await_device(deadline_ns: int) -> None:
+    """An event on the stream in use can be looked at; what runs on other streams is waited for without a deadline, since
+    Paddle has no other way. Not run on a GPU."""
+    begun = time.monotonic()
+    event = paddle.device.cuda.Event()
+    event.record()
+    while not event.query():
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError.waiting_for("end of the device's work", since_s=begun)
+        time.sleep(_LOOK_S)
+    paddle.device.synchronize()

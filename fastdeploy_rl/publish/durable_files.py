@@ -51,8 +51,9 @@ class PendingFile(NamedTuple):
 def write_pending(path: Path, pieces: "Iterable[Buffer]", mode: int = 0o600, group: int | None = None) -> PendingFile:
     """Writes the pieces beside `path`. `group`: whose the file is to be, and who may read it then. OSError as the
     system gives it."""
-    pending = PendingFile(path, path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp"))
-    descriptor = os.open(pending.unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    pending = PendingFile(path, unfinished)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(descriptor, "wb") as file:
             if group is not None:

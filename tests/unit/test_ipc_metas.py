@@ -30,11 +30,13 @@ METAS = {
     "model.norm.weight": IpcMeta(HANDLE, 512, 24, "BF16", (4, 3), 1),
     "übrig": IpcMeta(OTHER, 0, 8, "F64", (), 0),
     "empty": IpcMeta(HANDLE, 2**40, 0, "I32", (0, 3), 0),
+    "small": IpcMeta(OTHER, 8, 2, "F8_E4M3", (2,), 0),
 }
 ROWS = {
     "model.norm.weight": row(),
     "übrig": row(OTHER.decode("latin-1"), offset=0, bytes=8, dtype=11, dims=[], device=0),
     "empty": row(offset=2**40, bytes=0, dtype=7, dims=[0, 3], lod=[[0, 1]], device=0),
+    "small": row(OTHER.decode("latin-1"), offset=8, bytes=2, dtype=17, dims=[2], device=0),
 }
 
 
@@ -150,7 +152,7 @@ def test_how_much_a_file_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp
     data = pickle.dumps(ROWS, 4)
     (tmp_path / "ipc_metas_0").write_bytes(data)
     monkeypatch.setattr(ipc_metas, "MAX_ROWS", 2)
-    refused(data, "3 tensors are more than 2")
+    refused(data, "4 tensors are more than 2")
     monkeypatch.setattr(ipc_metas, "MAX_FILE_BYTES", len(data) - 1)
     with pytest.raises(CheckpointError, match=f"more than {len(data) - 1} bytes"):
         read_ipc_metas(data)

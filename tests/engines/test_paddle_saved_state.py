@@ -52,6 +52,7 @@ def test_ipc_metadata_that_paddle_saves_is_read_and_what_is_written_paddle_loads
         ("int64", "I64"),
         ("bool", "BOOL"),
         ("float16", "F16"),
+        ("float8_e4m3fn", "F8_E4M3"),
     ):
         tensor = paddle.zeros([4, 3]).astype(dtype)
         _, _, num_bytes, index, dims, lod, _ = tensor.value().get_tensor()._share_filename(False)

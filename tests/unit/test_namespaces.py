@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_rl import namespaced
 from fastdeploy_rl.errors import ConfigurationError, TrainerError
-from fastdeploy_rl.plan.namespaces import MAIN, join, split
+from fastdeploy_rl.plan.namespaces import MAIN, absolute, join, resolve, split
 
 names = st.text(string.ascii_letters + "._-#0123456789é", min_size=1, max_size=8)
 
@@ -18,6 +18,14 @@ def test_every_name_belongs_to_one_model_and_names_of_two_never_meet(namespace: 
     assert split(join(namespace, one)) == (namespace, one)
     assert split(join(MAIN, one)) == (MAIN, one)
     assert len({one, join(namespace, other), join(namespace + "x", other)}) == 3
+
+
+@given(names, names, names)
+def test_a_name_is_a_models_own_unless_it_is_absolute(namespace: str, other: str, name: str) -> None:
+    assert resolve(namespace, name) == join(namespace, name)
+    assert resolve(MAIN, name) == name
+    for full_name in (name, join(other, name)):
+        assert resolve(namespace, absolute(full_name)) == resolve(MAIN, absolute(full_name)) == full_name
 
 
 def test_tensors_take_a_namespace_and_stay_the_objects_they_are() -> None:

@@ -8,7 +8,6 @@ before, or to nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -109,11 +108,11 @@ class ModelWeights:
         where that was nothing."""
         self._check_views(views)
         held = _sources(views)
-        before, held_before = self._bound, self._held
-        with ExitStack() as going_back:
-            going_back.callback(self._put_back, before, held_before)
+        try:
             self._place(held)
-            going_back.pop_all()
+        except BaseException:  # and no ExitStack: its frames would keep the tensors until garbage is collected
+            self._put_back()
+            raise
         self._bound, self._held = dict(views), held
 
     def unbind(self) -> None:
@@ -159,11 +158,15 @@ class ModelWeights:
                 for tensor in parameter.tensors:
                     held[parameter.name]._share_buffer_to(tensor)
 
-    def _put_back(self, bound: dict[str, TensorView], held: dict[str, paddle.Tensor]) -> None:
-        if bound:
-            self._place(held)
-        else:
+    def _put_back(self) -> None:
+        if not self._bound:
             self.unbind()
+            return
+        try:
+            self._place(self._held)
+        except BaseException:
+            self.unbind()
+            raise
 
 
 def shared_parameters(model: paddle.nn.Layer, other: paddle.nn.Layer) -> dict[str, str]:
@@ -242,7 +245,7 @@ def _specs(
         dtype, shape = _dtype_name(name, tensor), tuple(tensor.shape)
         if num_ranks > 1 and firsts.get(name) in own:
             return rank_local(name, dtype, shape, num_ranks)
-        return cut(name, dtype, shape, marks_of(tensor, *holders[id(tensor)], num_cuts), num_ranks)
+        return cut(name, dtype, shape, marks_of(tensor, *holders.get(id(tensor), (model, name)), num_cuts), num_ranks)
 
     return tuple(_tied(spec(name), firsts, shares) for name in state)
 

@@ -241,6 +241,24 @@ def test_a_bind_that_fails_half_way_puts_back_what_was_bound(
     weights.unbind()
 
 
+def test_where_nothing_can_be_put_back_nothing_is_bound(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = ModelWeights(lazy_decoder(), 0, 1)
+    views = make_views(memory[0], weights, 1)
+    weights.bind(views)
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_weights, "_fill", failing)
+        with pytest.raises(MemoryError, match="no more"):
+            weights.bind(make_views(memory[1], weights, 2))
+    assert (set(weights.addresses().values()), weights.bound()) == ({0}, {})
+    weights.bind(views)
+    weights.verify_bound()
+    weights.unbind()
+
+
 def test_two_models_share_one_memory(memory: Memory) -> None:
     """Published once, as tied, or as equal bytes: both compute with it, and it can go when both have let go."""
     models = lazy_decoder(), lazy_decoder()

@@ -141,6 +141,11 @@ class DynamicWeightManager:
         """Something is there to compute with."""
         return self.seat.is_serving
 
+    def note_computing(self) -> None:
+        """As `EngineHooks.note_computing`."""
+        if self._hooks is not None:
+            self._hooks.note_computing()
+
     def update_weights_by_rdma(self, version: str | None = None, verify_checksum: bool = False) -> dict[str, Any]:
         """By whatever load strategy. `version`: text, a bare step means the present epoch; None or empty: the newest.
         Bytes are checked in any case, unless checksums are off: then to ask for it is a ConfigurationError."""

@@ -207,6 +207,11 @@ def selected_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else None
 
 
+def has_v1_updates(environ: Mapping[str, str] = os.environ) -> bool:
+    """FastDeploy was started for control by its V1 routes, in the place of the status word."""
+    return environ.get("FD_ENABLE_V1_UPDATE_WEIGHTS", "0") not in ("", "0")
+
+
 def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The keys of `$FASTDEPLOY_RL_API_KEY`, else of `$FD_API_KEY` (FastDeploy's), separated by commas; none where
     neither is set. An engine takes any of them, a client sends the first. ConfigurationError for what can be none."""

@@ -10,13 +10,13 @@ tree is cleared once nothing is being swapped. It has no thread that listens whe
 there the engine tells the other process by its own queue, and resets its tree when it is paused.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, StatusWord
+from fastdeploy_rl.config import has_v1_updates
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError
 from fastdeploy_rl.lifecycle import LegacyStatus
@@ -24,7 +24,6 @@ from fastdeploy_rl.lifecycle import LegacyStatus
 _LOOK_NS = 10_000_000
 """Foreign processes store into the words without waking anybody."""
 _MIXED = "mixed"
-_V1_VARIABLE = "FD_ENABLE_V1_UPDATE_WEIGHTS"
 _SWAPPING = "answer of the cache-transfer process"
 _TREE = "answer of the engine's prefix tree"
 
@@ -67,7 +66,7 @@ class CacheTransfer:
             or bool(getattr(cache, "kvcache_storage_backend", None)),
             has_prefix_tree=bool(cache.enable_prefix_caching),
             leads=settings.tp_rank == 0,
-            listens=not int(os.environ.get(_V1_VARIABLE, "0")),
+            listens=not has_v1_updates(),
             timeout_s=settings.deadlines.clear_s,
         )
 

@@ -53,7 +53,7 @@ def runner_class(base: type, get_model_loader: Callable[..., Any]) -> type:
             if self.dynamic_weight_manager is None:
                 super().update_parameters(pid)
                 return
-            self.dynamic_weight_manager.seat.attend_word(LegacyStatus.NORMAL)
+            self.dynamic_weight_manager.attend_word(LegacyStatus.NORMAL)
             self._note_sleep()
 
         def clear_parameters(self, pid: int) -> None:
@@ -61,7 +61,8 @@ def runner_class(base: type, get_model_loader: Callable[..., Any]) -> type:
             if self.dynamic_weight_manager is None:
                 super().clear_parameters(pid)
                 return
-            self.dynamic_weight_manager.seat.attend_word(LegacyStatus.CLEARED)
+            self.dynamic_weight_manager.attend_word(LegacyStatus.CLEARED)
+            self._note_sleep()
 
         # --- V1 ------------------------------------------------------------------------------------
 

@@ -100,9 +100,16 @@ class DynamicWeightManager:
         """Where the status word asks for it: until that reads NORMAL, as in `Seat.attend_word`. Else the newest version
         is taken over; the error of the tree with which it was refused."""
         if self.seat.is_asked_for(LegacyStatus.UPDATING):
-            self.seat.attend_word(LegacyStatus.NORMAL)
-        else:
+            self.attend_word(LegacyStatus.NORMAL)
+            return
+        with self._expert_parallel.standing_still():
             self.seat.ask(lambda client: client.update(deadline_s=self.settings.deadlines.update_s))
+        self.asleep = frozenset()
+
+    def attend_word(self, wanted: LegacyStatus) -> None:
+        """As `Seat.attend_word`: FastDeploy's loop stands still meanwhile, and after a clear until weights are back."""
+        with self._expert_parallel.standing_still():
+            self.seat.attend_word(wanted)
         self.asleep = frozenset()
 
     def finalize_update(self, pid: int = 0) -> None:
@@ -113,9 +120,11 @@ class DynamicWeightManager:
     def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
         """Where the status word asks for it: until that reads CLEARED. Else likewise, without the word."""
         if self.seat.is_asked_for(LegacyStatus.CLEARING):
-            self.seat.attend_word(LegacyStatus.CLEARED)
-        else:
+            self.attend_word(LegacyStatus.CLEARED)
+            return
+        with self._expert_parallel.standing_still():
             self.seat.ask(lambda client: client.clear(deadline_s=self.settings.deadlines.clear_s))
+        self.asleep = frozenset()
 
     @staticmethod
     def check_model_weights_status(
@@ -146,13 +155,19 @@ class DynamicWeightManager:
         if self._hooks is not None:
             self._hooks.note_computing()
 
+    def note_computing(self) -> None:
+        """FastDeploy's loop is about to compute something."""
+        if self._hooks is not None:
+            self._hooks.note_computing()
+
     def update_weights_by_rdma(self, version: str | None = None, verify_checksum: bool = False) -> dict[str, Any]:
         """By whatever load strategy. `version`: text, a bare step means the present epoch; None or empty: the newest.
         Bytes are checked in any case, unless checksums are off: then to ask for it is a ConfigurationError."""
         if verify_checksum and not self.settings.options.checksums:
             raise ConfigurationError("verify_checksum needs checksums, and the plugin's are off (option checksums)")
         begun, stalled_s = time.monotonic(), self.seat.stalled_s
-        self.seat.ask(lambda client: client.update(version or None, deadline_s=self.settings.deadlines.update_s))
+        with self._told_by_engine():
+            self.seat.ask(lambda client: client.update(version or None, deadline_s=self.settings.deadlines.update_s))
         self.asleep -= {Tag.WEIGHT}
         total_s, update_s = time.monotonic() - begun, self.seat.stalled_s - stalled_s
         return {

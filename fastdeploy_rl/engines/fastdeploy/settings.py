@@ -107,7 +107,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, fd_config: Any, local_rank: int) -> "EngineSettings":
-        """From FastDeploy's FDConfig, of which releases before 2.5 lack some fields. ConfigurationError, naming field or
+        """From FastDeploy's FDConfig; releases before 2.5 lack some of its fields. ConfigurationError, naming field or
         option, for what cannot be."""
         parallel, load = fd_config.parallel_config, fd_config.load_config
         check_load_strategy(load.load_strategy)

@@ -155,11 +155,6 @@ class DynamicWeightManager:
         if self._hooks is not None:
             self._hooks.note_computing()
 
-    def note_computing(self) -> None:
-        """FastDeploy's loop is about to compute something."""
-        if self._hooks is not None:
-            self._hooks.note_computing()
-
     def update_weights_by_rdma(self, version: str | None = None, verify_checksum: bool = False) -> dict[str, Any]:
         """By whatever load strategy. `version`: text, a bare step means the present epoch; None or empty: the newest.
         Bytes are checked in any case, unless checksums are off: then to ask for it is a ConfigurationError."""

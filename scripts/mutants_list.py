@@ -862,7 +862,7 @@ MUTANTS = (
         "tests/conformance/test_ipc_metas_source.py::test_each_rank_copies_its_own_from_its_device_and_takes_rank_0s_word_for_the_rest",
     ),
     _mutant(
-        "files_for_fastdeploy_before_the_vote",
+        "files_before_the_vote",
         "a publication that fails leaves FastDeploy's files as they were",
         f"{_P}publish/publisher.py",
         "                if pending is not None:\n                    pending.discard()",

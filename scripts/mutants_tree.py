@@ -26,7 +26,7 @@ from tests.process.private_shm import private_shm
 _SHM_BYTES = 4 << 30
 _RUN_S = 600.0
 _GIT_S = 60.0
-_NATIVE = "fastdeploy_rl/_native*.so"
+_BUILT = "fastdeploy_rl/_native*.so", "fastdeploy_rl/testing/_fake_cuda*.so"
 _NOT_A_KILL = re.compile(r"\b(SyntaxError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError)\b")
 """What a patch says that makes no program any more: nothing was shown about a law then."""
 
@@ -174,11 +174,11 @@ def broken_texts(former: dict[str, str], breaks: Sequence[Break]) -> dict[str, s
 
 
 def _files(root: Path) -> list[str]:
-    """Of the working tree, those that are not committed yet as well, and the native core."""
+    """Of the working tree, those that are not committed yet as well, the native core, and FakeCuda's driver."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True, text=True, timeout=_GIT_S).stdout
-    native = [str(path.relative_to(root)) for path in root.glob(_NATIVE)]
-    return [name for name in [*dict.fromkeys(filter(None, listed.split("\0"))), *native] if (root / name).is_file()]
+    built = [str(path.relative_to(root)) for pattern in _BUILT for path in root.glob(pattern)]
+    return [name for name in [*dict.fromkeys(filter(None, listed.split("\0"))), *built] if (root / name).is_file()]
 
 
 def _why(text: str) -> str:

@@ -25,37 +25,31 @@ class RankGpu(NamedTuple):
 
 
 def listed_gpus(rank: int, num_ranks: int) -> tuple[RankGpu, ...] | None:
-    """Of each rank, as CUDA_VISIBLE_DEVICES lists them; None where it is not set, or does not list that many.
-    ConfigurationError where FLAGS_selected_gpus does not fit to the rank."""
+    """Of each rank, as CUDA_VISIBLE_DEVICES lists them; None where it does not list them all, or is not set."""
     entries = [entry.strip() for entry in (cuda_visible_devices() or "").split(",") if entry.strip()]
     first = _first(rank)
-    if len(entries) < first + num_ranks:
+    if first < 0 or len(entries) < first + num_ranks:
         return None
     return tuple(RankGpu(ordinal, entries[ordinal]) for ordinal in range(first, first + num_ranks))
 
 
 def rank_gpus(rank: int, num_ranks: int) -> tuple[RankGpu, ...]:
     """As `listed_gpus`; where CUDA_VISIBLE_DEVICES is not set, devices are called by their index. ConfigurationError
-    where it lists fewer than there are ranks."""
-    if cuda_visible_devices() is None:
-        first = _first(rank)
+    where not every rank's device is visible."""
+    first = _first(rank)
+    if cuda_visible_devices() is None and first >= 0:
         return tuple(RankGpu(ordinal, str(ordinal)) for ordinal in range(first, first + num_ranks))
     listed = listed_gpus(rank, num_ranks)
     if listed is None:
         raise ConfigurationError(
-            f"CUDA_VISIBLE_DEVICES={cuda_visible_devices()!r:.200} does not list the devices of all {num_ranks} ranks "
-            f"from number {_first(rank)} on: let every rank see all of them; FLAGS_selected_gpus says which is its own"
+            f"CUDA_VISIBLE_DEVICES={cuda_visible_devices()!r:.200} does not list the devices of all {num_ranks} ranks, "
+            f"of which rank {rank} has number {first + rank} (FLAGS_selected_gpus): let every rank see all of them, in "
+            "the order of the ranks"
         )
     return listed
 
 
 def _first(rank: int) -> int:
-    """The place of rank 0's device."""
+    """The place of rank 0's device; negative where a rank's own says that there is none."""
     selected = selected_gpu()
-    if selected is None:
-        return 0
-    if selected < rank:
-        raise ConfigurationError(
-            f"FLAGS_selected_gpus={selected} cannot be rank {rank}'s device: the ranks before it have those before it"
-        )
-    return selected - rank
+    return 0 if selected is None else selected - rank

@@ -2,7 +2,9 @@
 own. On FakeCuda; not run on a GPU."""
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from source_suite import SourceSuite, arrived, assert_staged, plan_of, planned_bytes, soon, weights
 
+from fastdeploy_rl._native import Mapping
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.dtypes import DTYPES, numpy_dtype
 from fastdeploy_rl.errors import (
@@ -18,9 +21,13 @@ from fastdeploy_rl.errors import (
     ConfigurationError,
     CudaError,
     CudaUnavailableError,
+    DeadlineExceededError,
+    LifecycleError,
     NoPublicationError,
     TrainerError,
 )
+from fastdeploy_rl.memory.ipc_metas import read_ipc_metas_file
+from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.fastdeploy_files import write_saved_model_state, write_version
 from fastdeploy_rl.publish.publisher import WeightPublisher
@@ -30,6 +37,7 @@ from fastdeploy_rl.sources.described import DescribedFiles
 from fastdeploy_rl.sources.ipc_metas import find_ipc_metas, metas_name
 from fastdeploy_rl.testing.fake_cuda import DEVICES, FakeCuda
 from fastdeploy_rl.transport.base import Offer
+from fastdeploy_rl.transport.device_memory import DeviceAllocation, DeviceReader, DeviceRun, DeviceSegment
 from fastdeploy_rl.version import WeightVersion
 from tests.process.fastdeploy_trainer import FastDeployTrainer
 
@@ -227,6 +235,50 @@ def test_files_for_another_device_are_named(trainer: FastDeployTrainer, source: 
     trainer.write(metas / metas_name(5), weights(1))
     with pytest.raises(NoPublicationError, match=r"has ipc_metas_5, but none for GPU 0 \(yet\).*doctor --ipc"):
         source.resolve(None, deadline_ns=soon())
+
+
+# --- ranges --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ByteRange(0, 5, 40, 1, 40, 3),
+        ByteRange(0, 7, 64, 20, 9, 0),  # close rows, read with what lies between them
+        ByteRange(0, 0, 30_000, 3, 100, 11),  # far ones
+        ByteRange(0, 70_000, 512, 40, 16, 0),  # close ones that reach into the next allocation
+        ByteRange(0, 79_990, 20, 1, 20, 0),  # a row that does
+        ByteRange(0, 100, 0, 5, 4, 0),
+    ],
+)
+def test_rows_of_any_stride_land_packed_from_whichever_allocation_has_them(
+    trainer: FastDeployTrainer, metas: Path, wanted: ByteRange
+) -> None:
+    data = np.random.default_rng(5).integers(0, 256, 160_000, np.uint8)
+    path = metas / metas_name(0)
+    trainer.write(path, {"a": data[:80_000], "b": data[80_000:]})
+    rows = read_ipc_metas_file(path)
+    runs = [
+        DeviceRun(80_000 * number, 80_000, DeviceAllocation("0", "it", rows[name].handle, 80_000))
+        for number, name in enumerate("ab")
+    ]
+    expected = [data[wanted.offset + row * wanted.stride :][: wanted.row_bytes] for row in range(wanted.rows)]
+    target = Mapping.private(4096)
+    with closing(DeviceReader([DeviceSegment(tuple(runs))], lambda: None)) as reader:
+        with closing(reader.open_fetch([wanted], target, soon())) as fetch:
+            assert list(fetch.arrivals()) == [[0]]
+            assert fetch.num_bytes == wanted.num_bytes
+        with pytest.raises(ValueError, match="is outside of the 1 segments"):
+            reader.open_fetch([wanted._replace(offset=160_000)], target, soon())
+        with pytest.raises(DeadlineExceededError, match="no time left"):
+            reader.open_fetch([wanted], target, time.monotonic_ns())
+        closed = reader.open_fetch([wanted], target, soon())
+        closed.close()
+        with pytest.raises(LifecycleError, match="was closed"):
+            list(closed.arrivals())
+    with memoryview(target) as view:
+        assert view[wanted.target_offset :][: wanted.num_bytes] == np.concatenate(expected).tobytes()
+    target.close()
 
 
 # --- two ranks -------------------------------------------------------------------------------------------

@@ -35,15 +35,17 @@ def test_ranks_have_the_devices_that_follow_each_other(
 @pytest.mark.parametrize(
     ("visible", "selected", "said"),
     [
-        ("4", None, "does not list the devices of all 2 ranks from number 0 on"),
+        ("4", None, "'4' does not list the devices of all 2 ranks, of which rank 1 has number 1"),
         ("", None, "does not list the devices"),
-        ("4,5", "2", "from number 1 on"),
-        ("4,5", "0", "FLAGS_selected_gpus=0 cannot be rank 1's device"),
+        ("4,5", "2", "of which rank 1 has number 2"),
+        ("4,5", "0", "of which rank 1 has number 0"),
+        (None, "0", "None does not list the devices"),
     ],
 )
 def test_a_list_that_lacks_a_rank_is_refused(
-    monkeypatch: pytest.MonkeyPatch, visible: str, selected: str | None, said: str
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, selected: str | None, said: str
 ) -> None:
     environment(monkeypatch, visible, selected)
+    assert listed_gpus(1, 2) is None
     with pytest.raises(ConfigurationError, match=said):
         rank_gpus(1, 2)

@@ -39,9 +39,13 @@ class _Holder(nn.Layer):
 class StandinModel(nn.Layer):
     def __init__(self, parameters: Mapping[str, Parameter], num_ranks: int) -> None:
         super().__init__()
+        self.graphs: dict[int, Any] = {}
         with paddle.LazyGuard():
             for name, parameter in parameters.items():
                 self._add(name, parameter, num_ranks)
+
+    def clear_graph_opt_backend(self):
+        self.graphs.clear()
 
     def _add(self, name: str, parameter: Parameter, num_ranks: int) -> None:
         *path, last = name.split(".")

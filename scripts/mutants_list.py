@@ -54,6 +54,8 @@ _A_TO_B = f"{_UPDATES}::test_a_to_b_to_a_is_bitwise_on_every_rank"
 _AFTER_THE_WORD = f"{_LAWS}::test_a_rank_that_dies_right_after_the_commit_word_is_brought_forward"
 _TOLD_TESTS = "tests/process/test_told_after_death.py"
 _TOLD = f"{_TOLD_TESTS}::test_whoever_waits_is_told_of_the_commit_also_when_rank_0_dies_in_what_came_after"
+_P_SEAT = f"{_P}engines/fastdeploy/seat.py"
+_SEAT, _BOUNDARY = (f"tests/engines/fastdeploy/test_{name}.py" for name in ("seat", "boundary"))
 _ANY_STEP = f"{_UNDO}::test_a_fault_at_either_end_of_any_step_is_undone"
 
 
@@ -949,5 +951,53 @@ MUTANTS = (
         "        if behind <= self.max_staleness:\n",
         "        if True:\n",
         "tests/unit/test_admission.py",
+    ),
+    _mutant(
+        "foreign_words_removed",
+        "status words that FastDeploy made are never removed, nor made anew, by an engine of ours",
+        _BOARD,
+        "            remove_leftovers(self.port, keeps_words=self.words != WORDS)",
+        "            remove_leftovers(self.port)",
+        f"{_SEAT}::test_words_that_fastdeploy_made_are_its_own",
+    ),
+    _mutant(
+        "refusal_on_rank_0_alone",
+        "what FastDeploy's caller is told is the same on every rank",
+        _P_SEAT,
+        "            self._release(failure)",
+        "            self._release(None)",
+        f"{_SEAT}::test_what_is_asked_for_fails_alike_on_every_rank",
+    ),
+    _mutant(
+        "cleared_engine_let_go",
+        "FastDeploy's loop goes on with the value that it waits for, and not with another one",
+        _P_SEAT,
+        "                self._lead(lambda: self._word.load() == wanted,",
+        "                self._lead(lambda: self._word.load() != LegacyStatus.UPDATING,",
+        f"{_SEAT}::test_a_cleared_engine_that_refuses_a_version_waits_for_the_next_signal",
+    ),
+    _mutant(
+        "stale_release_heard",
+        "a rank that came too late for a release does not take it for the next one",
+        f"{_P}engines/fastdeploy/boundary.py",
+        "== _left(record.sequence):\n                self._take(record)",
+        "== _left(record.sequence):\n                pass",
+        f"{_BOUNDARY}::test_a_release_that_nobody_waits_for_any_more_is_for_nobody",
+    ),
+    _mutant(
+        "fill_not_compared",
+        "what a filled parameter holds is compared before the vote with what was staged",
+        _STEPS,
+        "    runner.verify_bound()\n",
+        "",
+        f"{_VERIFY}::test_a_filled_parameter_with_other_bytes_than_its_view_is_found_before_the_vote",
+    ),
+    _mutant(
+        "filled_parameters_overwritten_beside",
+        "a copy into the memory of views reaches parameters that lie elsewhere only through a bind",
+        _STEPS,
+        " and not self.runner.fills_parameters",
+        "",
+        f"{_VERIFY}::test_parameters_that_are_filled_are_bound_again_where_others_would_be_overwritten",
     ),
 )

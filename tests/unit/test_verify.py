@@ -58,6 +58,37 @@ def test_a_parameter_that_is_bound_elsewhere_than_staged_is_found_before_the_vot
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("old", OLDS)
+def test_a_filled_parameter_with_other_bytes_than_its_view_is_found_before_the_vote(
+    tmp_path: Path, mode: str, old: str
+) -> None:
+    with rig(tmp_path, mode) as rank:
+        rank.go_to(old)
+        is_broken = True
+
+        def verify_bound() -> None:
+            nonlocal is_broken
+            if is_broken:
+                is_broken = False  # what is put back is whole
+                raise ChecksumMismatchError("up does not hold what was copied into it")
+
+        rank.runner.verify_bound = verify_bound  # type: ignore[method-assign]
+        check_refused(rank, Silent(), ChecksumMismatchError, "up does not hold")
+
+
+def test_parameters_that_are_filled_are_bound_again_where_others_would_be_overwritten(tmp_path: Path) -> None:
+    """To write into the memory of their views would change nothing that the engine computes with."""
+    with rig(tmp_path, "copy") as rank:
+        rank.runner.fills_parameters = True
+        rank.update()
+        first = rank.runner.bound()["up"]
+        binds = rank.runner.calls.count("bind")
+        rank.update()
+        assert rank.runner.calls.count("bind") == binds + 1
+        assert not first.same_place(rank.runner.bound()["up"])
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_kv_cache_is_filled_anew_under_the_digest_of_the_new_weights(tmp_path: Path, mode: str) -> None:
     with rig(tmp_path, mode) as rank:
         for old in OLDS:

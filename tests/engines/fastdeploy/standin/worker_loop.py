@@ -190,7 +190,7 @@ class PaddleDisWorkerProc:
 
 
 def _group(line: EngineLine) -> ShmCollectives:
-    return ShmCollectives(
+    group = ShmCollectives(
         line.collectives,
         line.rank,
         line.num_ranks,
@@ -198,6 +198,8 @@ def _group(line: EngineLine) -> ShmCollectives:
         slot_bytes=SLOT_BYTES,
         timeout_s=_PATIENCE_S,
     )
+    group.process_group = None  # Paddle shuts such a group down, and starts it again, without effect
+    return group
 
 
 def run_worker_proc() -> None:

@@ -18,6 +18,10 @@ class ColumnParallelLinear:
     kv_num_heads_per_rank = 1
 
 
+class UnquantizedLinearMethod:
+    pass
+
+
 class MergedColumnParallelLinear(ColumnParallelLinear):
     pass
 
@@ -116,6 +120,14 @@ def test_a_mark_says_nothing_where_the_layer_is_not_cut() -> None:
     layer.tp_size = 1
     assert _cut(layer, (6, 4), output_dim=True).shard_axis is None
     assert _cut(FusedMoE(), (1, 6), attribute="gate_correction_bias").shard_axis is None
+
+
+@pytest.mark.parametrize(("layer", "axis"), [(ColumnParallelLinear(), 1), (RowParallelLinear(), 0)])
+def test_a_weight_that_lost_its_mark_by_being_turned_is_in_out(layer: Any, axis: int) -> None:
+    layer.quant_method = UnquantizedLinearMethod()
+    assert _cut(layer, (6, 4)).shard_axis == axis
+    assert _cut(layer, (6, 4)).fused == ()
+    assert _cut(layer, (6, 4), attribute="weight_scale").fused[0].name == "l.weight" + EACH_RANK
 
 
 def test_ranks_that_share_cuts_have_their_own() -> None:

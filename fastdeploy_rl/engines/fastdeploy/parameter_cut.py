@@ -8,8 +8,9 @@ What the marks are worth (FastDeploy 2.6): `output_dim` (True: the last axis, Fa
 follows the layout that the weight has, [out, in] included. `split_axis` does not: on weights of row-parallel layers it
 is 0 in either layout, and stays where a layer under sequence parallelism is not cut at all; on biases of layers that
 are column-parallel it is 1. Both are there whether or not anything is cut: the layer knows over how many ranks. Weights
-that are transposed or quantized when a layer is done are new parameters, which have lost their marks. And no mark says
-that a layer holds several tensors, each of them cut: rank r has [q_r | k_r | v_r].
+that are transposed or quantized when a layer is done are new parameters, which have lost their marks; those that are
+not quantized are [in, out] then. And no mark says that a layer holds several tensors, each of them cut: rank r has
+[q_r | k_r | v_r].
 """
 
 from enum import Enum
@@ -65,8 +66,10 @@ def marks_of(parameter: Any, layer: Any, attribute: str, num_ranks: int) -> Mark
     """What FastDeploy wrote on a parameter and on the layer that holds it as `attribute`. `num_ranks`: of the
     tensor-parallel group, for layers that do not say over how many they are cut."""
     num_cuts = getattr(layer, "tp_size", None) or getattr(layer, "world_size", None) or num_ranks
-    given = getattr(parameter, "output_dim", OutputDim.ABSENT)
     classes = frozenset(cls.__name__ for cls in type(layer).__mro__)
+    given = getattr(parameter, "output_dim", OutputDim.ABSENT)
+    if given is OutputDim.ABSENT and attribute == "weight":
+        given = _of_a_turned_weight(layer, classes)
     return Marks(
         layer_classes=classes,
         num_cuts=int(num_cuts),
@@ -75,6 +78,15 @@ def marks_of(parameter: Any, layer: Any, attribute: str, num_ranks: int) -> Mark
         is_whole=bool(getattr(layer, "split_token", False)) or attribute == _OF_THE_ROUTER,
         pieces=_pieces(layer, classes),
     )
+
+
+def _of_a_turned_weight(layer: Any, classes: frozenset[str]) -> OutputDim:
+    """The mark that a weight had which was transposed to [in, out]."""
+    if type(getattr(layer, "quant_method", None)).__name__ != "UnquantizedLinearMethod":
+        return OutputDim.ABSENT
+    if "RowParallelLinear" in classes:
+        return OutputDim.FIRST
+    return OutputDim.LAST if "ColumnParallelLinear" in classes else OutputDim.ABSENT
 
 
 def _pieces(layer: Any, classes: frozenset[str]) -> tuple[Piece, ...]:

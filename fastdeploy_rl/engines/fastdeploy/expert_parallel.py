@@ -52,9 +52,13 @@ class ExpertParallel:
             self._meet_if_others_come()
 
     def weights_are_gone(self) -> None:
-        """Groups go too, where FastDeploy was started so and its loop stands still."""
+        """Groups go too, where FastDeploy was started so and its loop stands still. One that will not keeps nobody from
+        giving the weights away."""
         if self._stands_still and getattr(self._config, "shutdown_comm_group_if_worker_idle", False):
-            self.shut_down_groups()
+            try:
+                self.shut_down_groups()
+            except (RuntimeError, OSError, ValueError, AttributeError, TypeError):  # what Paddle and its backends raise
+                _log.exception("event=groups_stay")
 
     def shut_down_groups(self) -> None:
         if self._are_groups_down:

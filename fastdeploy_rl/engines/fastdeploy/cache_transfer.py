@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from fastdeploy_rl.board.legacy import KV_CACHE_WORD, PREFIX_TREE_WORD, StatusWord
-from fastdeploy_rl.config import has_v1_updates
+from fastdeploy_rl.config import Deadlines, has_v1_updates
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError
 from fastdeploy_rl.lifecycle import LegacyStatus
@@ -39,7 +39,7 @@ class CacheTransfer:
         has_prefix_tree: bool,
         leads: bool = True,
         listens: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float = Deadlines.clear_s,
     ) -> None:
         """`port`: of this rank's words. `has_process`: pages are another process's. `leads`: this rank speaks to the
         tree, for all of its engine. `listens`: the tree hears the word. `timeout_s`: of each wait."""

@@ -83,12 +83,8 @@ class DynamicWeightManager:
 
     def _weights_of(self, model: Any, shares: Mapping[str, str] | None = None) -> ModelWeights:
         settings = self.settings
-        return ModelWeights(model, settings.rank, settings.num_ranks, rank_local=self._rank_local(), shares=shares)
-
-    def _rank_local(self) -> tuple[str, ...]:
-        """Under expert parallelism each rank has its own experts."""
-        patterns = self.settings.options.rank_local
-        return (*patterns, "*experts*") if self.settings.is_expert_parallel else patterns
+        rank_local = settings.options.rank_local
+        return ModelWeights(model, settings.rank, settings.num_ranks, rank_local=rank_local, shares=shares)
 
     def close(self) -> None:
         """Lets go of weights, leases and, on rank 0, of the board."""

@@ -4,10 +4,11 @@ storage, over `kv_cache_status`, and the engine's prefix tree, over `prefix_tree
 Owns both handshakes. Refuses to know pages, weights and ranks other than by who may speak. Invariant: every wait has a
 deadline; a tree that could not be cleared in time is left to go on as it was.
 
-FastDeploy 2.6: a process that swaps pages owns them, and the runner is attached to them. Told CLEARING it waits until
-the runner of each rank has detached, frees them and says CLEARED; told UPDATING it makes new ones and says NORMAL. The
-tree is cleared once nothing is being swapped. It has no thread that listens where FD_ENABLE_V1_UPDATE_WEIGHTS is set:
-there the engine tells the other process by its own queue, and resets its tree when it is paused.
+FastDeploy 2.6: a process that swaps pages stops doing so when it is told CLEARING, lets go of them together with the
+runner of each rank, and says CLEARED; told UPDATING it has them again, and says NORMAL. The one of both that owns them
+lets go last and has them first. The tree is cleared once nothing is being swapped. It has no thread that listens where
+FD_ENABLE_V1_UPDATE_WEIGHTS is set: there the engine tells the other process by its own queue, and resets its tree when
+it is paused.
 """
 
 import time
@@ -95,22 +96,33 @@ class CacheTransfer:
         """Before this rank lets go of its pages. Every rank tells: the answer needs all of them."""
         if self.must_swap_owners:
             with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
-                if word.load() not in (LegacyStatus.CLEARING, LegacyStatus.CLEARED):
-                    word.store(LegacyStatus.CLEARING)
+                found = word.load()
+                if found not in (LegacyStatus.CLEARING, LegacyStatus.CLEARED):
+                    word.exchange(found, LegacyStatus.CLEARING)
 
     def await_pages_gone(self) -> None:
         """After. DeadlineExceededError."""
         if self.must_swap_owners:
             self._ask(KV_CACHE_WORD, LegacyStatus.CLEARING, LegacyStatus.CLEARED, _SWAPPING)
 
-    def await_pages_come(self, are_there: Callable[[], bool]) -> None:
-        """Before this rank takes up pages that were dropped: where they are another process's, it is told to make them,
-        and `are_there` says when this rank may attach (FastDeploy's runner waits for that without a deadline).
-        DeadlineExceededError."""
+    def tell_pages_come(self, *, are_there: bool) -> None:
+        """Before this rank takes up pages that were dropped. `are_there`: the other process has made them by now, since
+        FastDeploy's loop told it so, or a faster rank."""
+        if self.must_swap_owners:
+            with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
+                found = word.load()
+                if found != LegacyStatus.UPDATING and not (found == LegacyStatus.NORMAL and are_there):
+                    word.exchange(found, LegacyStatus.UPDATING)
+
+    def await_pages_come(self) -> None:
+        """After: the other process may swap them from here on. DeadlineExceededError."""
         if self.must_swap_owners:
             self._ask(KV_CACHE_WORD, LegacyStatus.UPDATING, LegacyStatus.NORMAL, _SWAPPING)
+
+    def await_flag(self, is_set: Callable[[], bool], what: str) -> None:
+        """What FastDeploy's runner would wait for without a deadline. DeadlineExceededError."""
         if self.has_process:
-            self._await(are_there, "KV pages of the cache-transfer process")
+            self._await(is_set, what)
 
     # --- the tree ----------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class CacheTransfer:
             def is_answered() -> bool:
                 found = word.load()
                 if found not in (asked, answered):
-                    word.store(asked)
+                    word.exchange(found, asked)
                 return found == answered
 
             def look(deadline_ns: int) -> None:

@@ -2,8 +2,8 @@
 an MTP model beside it.
 
 Owns when they are dropped, emptied, made and captured, and which digest the pages belong to. Refuses to know how
-weights arrive and other ranks. Invariants: no graph is there that was captured with other addresses than parameters and pages
-have; pages hold KV of the weights with the noted digest, or none.
+weights arrive and other ranks. Invariants: no graph is there that was captured with other addresses than parameters and
+pages have; pages hold KV of the weights with the noted digest, or none.
 
 FastDeploy makes pages and graphs itself, after it has loaded the model: until then nothing here does. Its scheduler is
 in another process: a request whose KV is lost cannot be computed again, as nobody here could tell it so.
@@ -12,8 +12,9 @@ Written for FastDeploy 2.6. What runs on a device alone (synchronizing, capturin
 """
 
 import logging
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +27,10 @@ from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, Life
 _log = logging.getLogger(__name__)
 
 _MTP = "mtp"
+_DRAFT_GRAPHS = "draft_model_use_cudagraph"
+_CLEAR_GRAPHS = ("clear_graph_opt_backend", "clear_grpah_opt_backend")
+"""Of a model: since 2.6, and up to 2.5."""
+_UNSUPPORTED = ("ENABLE_V1_KVCACHE_MANAGER", "FD_USE_BLOCK_WISE_CUDA_GRAPH")
 _UNKNOWN = ""
 """Digest of pages that were just emptied, or of which nothing is known."""
 _PAUSE_S = 0.5
@@ -39,16 +44,11 @@ class EngineHooks:
     """One rank's. All calls come from FastDeploy's loop, but for `is_computing` and `capture_seconds`."""
 
     def __init__(self, gpu_runner: Any, *, expert_parallel: ExpertParallel, cache_transfer: CacheTransfer) -> None:
-        """`gpu_runner`: FastDeploy's GPUModelRunner, or what has its attributes. ConfigurationError where graphs are of
-        a kind that FastDeploy cannot drop."""
+        """`gpu_runner`: FastDeploy's GPUModelRunner with its models. ConfigurationError where it has graphs or pages of
+        a kind that cannot follow the weights."""
         self._runner = gpu_runner
         self._expert_parallel, self._cache_transfer = expert_parallel, cache_transfer
-        level = gpu_runner.fd_config.graph_opt_config.graph_opt_level
-        if gpu_runner.use_cudagraph and level:
-            raise ConfigurationError(
-                f"graph_opt_level {level} with CUDA graphs: FastDeploy cannot drop static graphs, so weights could not "
-                "change; set graph_opt_level to 0"
-            )
+        _check_can_follow(gpu_runner)
         self._has_started = False
         self._digest = _UNKNOWN
         self._captured: Addresses | None = None
@@ -111,7 +111,8 @@ class EngineHooks:
 
     @property
     def has_kv_cache(self) -> bool:
-        return bool(self._runner.cache_kvs_map)
+        """All of it: where making it failed half way there is something to drop, and no more."""
+        return "caches" in self._runner.share_inputs and bool(self._runner.cache_kvs_map)
 
     def told_by_engine(self) -> AbstractContextManager[None]:
         """As `CacheTransfer.told_by_engine`."""
@@ -121,25 +122,34 @@ class EngineHooks:
         """Requests in flight end with it. DeadlineExceededError where FastDeploy's other processes do not answer: this
         rank's pages are gone then."""
         self._look_at_start()
-        if not (self.has_kv_cache or self._draft_pages()):
+        if not (self._runner.cache_kvs_map or self._draft_pages()):
             return
         self.drop_graphs()  # they would keep the pages, and write into them
         self.abort_requests("their KV cache is dropped")
         self._digest = _UNKNOWN
         self._cache_transfer.tell_pages_go()
+        if self._owns_pages:
+            self._cache_transfer.await_flag(lambda: not self._is_cache_ready(), "cache-transfer process to detach")
         self._let_go_of_pages()
         self._cache_transfer.await_pages_gone()
         self._cache_transfer.clear_tree()
 
     def _let_go_of_pages(self) -> None:
-        """The draft model's first: the call for the main model's tells the owner of both that they may be freed."""
-        draft = self._draft
+        """The draft model's first: the call for the main model's says that those of both may be freed."""
+        runner, draft = self._runner, self._draft
         if draft is not None and draft.cache_kvs_map:
+            # FastDeploy deletes both unseen, also where they were deleted before or have not come yet.
             if draft.forward_meta is not None and "caches" not in vars(draft.forward_meta):
-                draft.forward_meta.caches = None  # FastDeploy deletes it unseen, also where it did so before
+                draft.forward_meta.caches = None
+            draft.model_inputs["caches"] = None
             draft.clear_mtp_cache()
-        if self._runner.cache_kvs_map:
-            self._runner.clear_cache()
+        if runner.cache_kvs_map:
+            runner.share_inputs["caches"] = None
+            runner.clear_cache()
+        if hasattr(runner, "_cached_launch_token_num"):  # overlap schedule: of a step that nobody waits for any more
+            runner._cached_launch_token_num = runner._cached_real_bsz = -1
+            runner._cached_model_output_data = runner._cached_sampler_output = None
+            runner._cached_post_process_event = None
 
     def rebuild_kv_cache(self, content_digest: str) -> None:
         """Empty pages, and a prefix tree that knows of none. Where pages are resident they are emptied in place, so
@@ -205,25 +215,45 @@ class EngineHooks:
                 "the KV cache cannot come back here: FastDeploy's prefix tree may still know pages of before. "
                 "Use POST /v1/sleep and POST /v1/wakeup, which reset it"
             )
-        runner, draft = self._runner, self._draft
-        self._cache_transfer.await_pages_come(self._may_attach)
-        runner.share_inputs.reset_share_inputs()
-        if draft is not None:
-            draft.model_inputs.reset_model_inputs()
-            draft.initialize_kv_cache(main_model_num_blocks=runner.num_gpu_blocks)
-        runner.initialize_kv_cache()
+        is_foreign = not self._owns_pages
+        self._cache_transfer.tell_pages_come(are_there=is_foreign and self._is_cache_ready())
+        if is_foreign:
+            self._cache_transfer.await_flag(self._is_cache_ready, "KV pages of the cache-transfer process")
+        self._take_up_pages()
+        self._cache_transfer.await_pages_come()
         self._cache_transfer.renew_tree()
         self._digest = content_digest
 
-    def _may_attach(self) -> bool:
+    def _take_up_pages(self) -> None:
+        runner, draft = self._runner, self._draft
+        for inputs in (runner.share_inputs, runner):  # the second one up to 2.4
+            if hasattr(inputs, "reset_share_inputs"):
+                inputs.reset_share_inputs()
+                break
+        if draft is not None:
+            if hasattr(draft.model_inputs, "reset_model_inputs"):  # since 2.5
+                draft.model_inputs.reset_model_inputs()
+            draft.initialize_kv_cache(main_model_num_blocks=runner.num_gpu_blocks)
+        runner.initialize_kv_cache()
+
+    @property
+    def _owns_pages(self) -> bool:
+        """This process allocates them, as FastDeploy has it: until 2.6 of May 2026 never where pages are swapped."""
+        cache = self._runner.fd_config.cache_config
+        is_late = hasattr(self._runner, "enable_cache_manager_v1")
+        return not getattr(cache, "kvcache_storage_backend", None) and (is_late or not cache.num_cpu_blocks)
+
+    def _is_cache_ready(self) -> bool:
+        """The mark of this rank's pages, of which their owner says that they are there."""
         runner = self._runner
         local_rank = runner.local_rank % runner.fd_config.parallel_config.tensor_parallel_size
         return bool(runner.cache_ready_signal.value[local_rank] == 1)
 
     @property
     def _draft(self) -> Any:
-        """FastDeploy's MTP proposer; None without one."""
-        return self._runner.proposer if self._runner.spec_method == _MTP else None
+        """FastDeploy's MTP proposer; None without one. Other proposers have no weights."""
+        proposer = getattr(self._runner, "proposer", None)
+        return proposer if hasattr(proposer, "clear_mtp_cache") else None
 
     def _draft_pages(self) -> dict[str, Any]:
         return {} if self._draft is None else dict(self._draft.cache_kvs_map)
@@ -234,9 +264,9 @@ class EngineHooks:
         """Graphs of all models together. None are captured before FastDeploy did so itself, nor while parameters or
         pages are missing."""
         self._look_at_start()
-        addresses = self._addresses()
-        if not (self._has_started and self._runner.use_cudagraph and self.has_kv_cache and all(addresses.values())):
+        if not (self._has_started and self._runner.use_cudagraph and self.has_kv_cache and self._has_weights()):
             return 0
+        addresses = self._addresses()
         if addresses == self._captured:
             return 0
         self.drop_graphs()
@@ -259,9 +289,9 @@ class EngineHooks:
         """Also where none are known here: FastDeploy captures one in passing where a step finds none."""
         if not self._runner.use_cudagraph:
             return
-        for model in self._models().values():
-            if hasattr(model, "clear_graph_opt_backend"):  # some draft models have it in no version
-                model.clear_graph_opt_backend()
+        _clear_graphs(self._runner.model)
+        if self._draft is not None and getattr(self._runner.fd_config.graph_opt_config, _DRAFT_GRAPHS, True):
+            _clear_graphs(self._draft.model)
         self._captured = None
 
     def _look_at_start(self) -> None:
@@ -276,6 +306,9 @@ class EngineHooks:
         draft = self._draft
         return {"": self._runner.model} if draft is None else {"": self._runner.model, f"{_MTP}/": draft.model}
 
+    def _has_weights(self) -> bool:
+        return all(tensor._is_initialized() for model in self._models().values() for tensor in _tensors_of(model))
+
     def _addresses(self) -> Addresses:
         """Of all that graphs were captured with and that moves when weights or pages do; 0: nowhere."""
         tensors = {
@@ -287,9 +320,33 @@ class EngineHooks:
         return {name: int(tensor.data_ptr()) if tensor._is_initialized() else 0 for name, tensor in tensors.items()}
 
 
+def _tensors_of(model: Any) -> Iterable[Any]:
+    tensors: Iterable[Any] = model.state_dict().values()
+    return tensors
+
+
+def _check_can_follow(gpu_runner: Any) -> None:
+    level = gpu_runner.fd_config.graph_opt_config.graph_opt_level
+    if gpu_runner.use_cudagraph and level:
+        raise ConfigurationError(
+            f"graph_opt_level {level} with CUDA graphs: FastDeploy cannot drop static graphs, so weights could not "
+            "change; set graph_opt_level to 0"
+        )
+    for variable in _UNSUPPORTED:
+        if int(os.environ.get(variable) or 0):
+            raise ConfigurationError(f"{variable} is set: what FastDeploy keeps then cannot follow weights that change")
+
+
+def _clear_graphs(model: Any) -> None:
+    for name in _CLEAR_GRAPHS:
+        if hasattr(model, name):  # draft models of some kinds have none of them, and no graphs
+            getattr(model, name)()
+            return
+
+
 def _await_device(deadline_ns: int) -> None:
-    """An event on the stream in use can be looked at; what runs on other streams is waited for without a deadline, since
-    Paddle has no other way. Not run on a GPU."""
+    """An event on the stream in use can be looked at; what runs on other streams is waited for without a deadline,
+    since Paddle has no other way. Not run on a GPU."""
     begun = time.monotonic()
     event = paddle.device.cuda.Event()
     event.record()

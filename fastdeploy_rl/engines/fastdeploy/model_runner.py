@@ -109,13 +109,14 @@ class FastDeployModelRunner:
             self._engine.drop_graphs()
 
     def recapture_seconds(self, views: Mapping[str, TensorView]) -> float:
-        if self._engine is None or self._weights.fills_parameters:
-            return 0.0  # what is filled stays where it is
+        if self._engine is None:
+            return 0.0
+        stays = self._engine.has_graphs and (self._weights.fills_parameters or self._are_bound(views))
+        return 0.0 if stays else self._engine.capture_seconds
+
+    def _are_bound(self, views: Mapping[str, TensorView]) -> bool:
         bound = self._weights.bound()
-        is_in_place = bool(views) and all(
-            name in bound and view.same_place(bound[name]) for name, view in views.items()
-        )
-        return 0.0 if is_in_place else self._engine.capture_seconds
+        return bool(views) and all(name in bound and view.same_place(bound[name]) for name, view in views.items())
 
     def set_version(self, version: str) -> None:
         self.version = version

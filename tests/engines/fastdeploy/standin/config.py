@@ -1,12 +1,12 @@
 """FastDeploy's configuration, as far as anything here reads it: the same names in the same places."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
 class EngineLine(NamedTuple):
-    """What the launch line of one rank says. `mtp`: a draft model runs beside the main one."""
+    """What the launch line of one rank says. `mtp`: a draft model runs beside the main one. `num_blocks`: pages of the
+    KV cache."""
 
     port: int
     rank: int
@@ -17,6 +17,7 @@ class EngineLine(NamedTuple):
     collectives: str
     mtp: bool = False
     graphs: bool = False
+    num_blocks: int = 8
     shutdown_comm_group_if_worker_idle: bool = True
 
 
@@ -50,7 +51,7 @@ class FDConfig:
             shutdown_comm_group_if_worker_idle=line.shutdown_comm_group_if_worker_idle,
         )
         self.model_config = SimpleNamespace(
-            model=line.model_dir or str(Path("/nowhere")),
+            model=line.model_dir,
             architectures=[architecture],
             dtype="float32",
             num_hidden_layers=2,
@@ -58,7 +59,7 @@ class FDConfig:
         )
         self.cache_config = SimpleNamespace(
             num_cpu_blocks=0,
-            total_block_num=8,
+            total_block_num=line.num_blocks,
             block_size=4,
             kvcache_storage_backend=None,
             enable_prefix_caching=False,

@@ -23,6 +23,7 @@ from tests.process.numpy_engine import free_port
 
 _WORDS = ("model_weights_status", "kv_cache_status", "prefix_tree_status")
 _START_S = 60.0
+_NUM_BLOCKS = 1024  # a request may have thousands of tokens: it runs until somebody ends it
 _PATIENCE_S = 60.0
 
 
@@ -52,6 +53,7 @@ class FrontEnd:
     ) -> None:
         self.port = free_port()
         self.num_ranks = num_ranks
+        self.log_dir = metadata.parent / f"log.{self.port}"
         self._is_v1 = is_v1
         self._lines = [
             EngineLine(
@@ -64,6 +66,7 @@ class FrontEnd:
                 collectives=f"fastdeploy_rl_test.{self.port}",
                 mtp=mtp,
                 graphs=graphs,
+                num_blocks=_NUM_BLOCKS,
                 shutdown_comm_group_if_worker_idle=shuts_groups_down and not is_v1,
             )
             for rank in range(num_ranks)
@@ -72,7 +75,10 @@ class FrontEnd:
             **{name: value for name, value in os.environ.items() if not name.startswith("FD_")},
             "PYTHONPATH": os.pathsep.join([str(metadata), str(Path(__file__).parents[4])]),
             "FD_ENABLE_V1_UPDATE_WEIGHTS": str(int(is_v1)),
+            "FD_LOG_DIR": str(self.log_dir),
             "CUDA_VISIBLE_DEVICES": "0,1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
             **({"FD_PLUGINS": plugins} if plugins is not None else {}),
         }
         self._ids = itertools.count()

@@ -21,6 +21,7 @@ from tests.engines.fastdeploy.standin.config import EngineLine, FDConfig
 from tests.engines.fastdeploy.standin.control import ControlRequest, ControlResponse
 from tests.engines.fastdeploy.standin.dynamic_weight_manager import DynamicWeightManager
 from tests.engines.fastdeploy.standin.ipc_signal import ExistTaskStatus, IPCSignal, ModelWeightsStatus
+from tests.engines.fastdeploy.standin.process_group import ProcessGroup
 from tests.engines.fastdeploy.standin.task_queue import EngineWorkerQueue
 
 SLOT_BYTES = 1 << 12
@@ -88,9 +89,8 @@ class PaddleDisWorkerProc:
             self.parallel_config.tp_group.barrier()
 
     def _broadcast_model_weights_signal(self, src: int, group: Any) -> int:
-        value = bytes([self.model_weights_signal[0] & 0xFF])
-        told = self.parallel_config.tp_group.broadcast_bytes(value, src, timeout_s=_PATIENCE_S)
-        return int.from_bytes(told, "little", signed=True)
+        value: int = self.parallel_config.tp_group.broadcast(int(self.model_weights_signal[0]), src)
+        return value
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -189,8 +189,8 @@ class PaddleDisWorkerProc:
         print(json.dumps(response.to_dict()), flush=True)
 
 
-def _group(line: EngineLine) -> ShmCollectives:
-    group = ShmCollectives(
+def _group(line: EngineLine) -> ProcessGroup:
+    collectives = ShmCollectives(
         line.collectives,
         line.rank,
         line.num_ranks,
@@ -198,8 +198,7 @@ def _group(line: EngineLine) -> ShmCollectives:
         slot_bytes=SLOT_BYTES,
         timeout_s=_PATIENCE_S,
     )
-    group.process_group = None  # Paddle shuts such a group down, and starts it again, without effect
-    return group
+    return ProcessGroup(collectives, _PATIENCE_S)
 
 
 def run_worker_proc() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -23,6 +24,8 @@ from fastdeploy.entrypoints.engine_client import EngineClient
 from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.spec_decode import SpecMethod
 
+from fastdeploy_rl import EngineController
+from fastdeploy_rl.errors import FastDeployRLError
 from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.update.client import BoardClient
 from tests.engines.fastdeploy.real_engine import (
@@ -34,6 +37,7 @@ from tests.engines.fastdeploy.real_engine import (
     weights,
     write_snapshot,
 )
+from tests.engines.fastdeploy.real_trainer import RealTrainer
 from tests.process.fastdeploy_trainer import FastDeployTrainer
 
 Facts = dict[str, Any]
@@ -135,6 +139,25 @@ def trainer_writes_between_read_and_write_back(kind: str, path: str, port: int) 
         }
 
 
+def controller_asks_meanwhile(path: str, port: int) -> Facts:
+    """The same, but what comes in between is asked for over the board. There is no such thing for stock."""
+    with started("ours", path, port) as engine, EngineController(port) as controller, ThreadPoolExecutor(1) as pool:
+        write_snapshot(Path(path), weights(2, 2), 2)
+        asked: list[Future[Any]] = []
+
+        def ask() -> None:
+            if engine.process.model_weights_signal[0] == -1 and not asked:
+                asked.append(pool.submit(controller.update, deadline_s=3.0))
+
+        engine.tasks.at_each_turn = ask
+        engine.store(-1)
+        engine.await_that(lambda: bool(asked))
+        try:
+            return {"outcome": asked[0].result(20).outcome}
+        except FastDeployRLError as error:
+            return {"outcome": f"refused: {error}"}
+
+
 # 5 ----------------------------------------------------------------------------------------------------
 
 
@@ -216,9 +239,13 @@ def _lent_by_this_process(metas: Path) -> Iterator[Overwrite]:
 # 7 ----------------------------------------------------------------------------------------------------
 
 
-def the_same_files_again(kind: str, path: str, port: int) -> Facts:
+def files_of_an_older_step(kind: str, path: str, port: int) -> Facts:
+    """As another trainer, or one that started again from a checkpoint, leaves them."""
     with started(kind, path, port) as engine:
-        return _update(engine)
+        for step in (5, 3):
+            write_snapshot(Path(path), weights(2 if step == 5 else 3, 2 if step == 5 else 3), step)
+            facts = _update(engine)
+        return facts
 
 
 def a_byte_of_a_snapshot_flips(kind: str, path: str, port: int) -> Facts:
@@ -256,10 +283,10 @@ def _publish(directory: Path, value: float) -> Path:
 def trainer_goes_on_writing(kind: str, path: str, port: int) -> Facts:
     """After the update, into the memory that it lent."""
     with _ipc_engine(kind, path, port) as (engine, overwrite):
-        before = engine.first_values()
+        engine.await_that(engine.has_decoded_live)
         overwrite({"a.weight": np.full_like(weights(1, 1)["a.weight"], 7.0)})
-        engine.await_that(lambda: engine.runner.decoded[-1][0] == 7.0, _MOMENT_S)
-        return _facts(engine) | {"before": before, "decoded with": engine.runner.decoded[-1][0]}
+        engine.await_that(lambda: engine.last_decoded() == (7.0, 1.0), _MOMENT_S)
+        return _facts(engine) | {"decoded with": engine.last_decoded()[0]}
 
 
 # 8 ----------------------------------------------------------------------------------------------------
@@ -321,11 +348,11 @@ def front_end_gives_up(kind: str, path: str, port: int) -> Facts:
         engine.store(-1)
         engine.await_word(-2)
         write_snapshot(Path(path), weights(2, 2), 2)
-        with _slow_loads(2.5):
+        with _slow_loads(2.0):
             code, body = client.update_model_weight(timeout=0)
             gave_up = {"code": code, "msg": body["msg"], "word": engine.load()}
             engine.await_that(lambda: engine.load() != 1, 10.0)
-            time.sleep(2 * _MOMENT_S)  # long enough for what was loaded to be taken over after all
+            time.sleep(_MOMENT_S)  # long enough for what was loaded to be taken over after all
         return _facts(engine) | {"gave up": gave_up, "caches": engine.has_caches}
 
 
@@ -349,11 +376,11 @@ def second_tensor_cannot_be_taken(kind: str, path: str, port: int) -> Facts:
     """V1, in the middle of what changes the model: the second tensor fails, as where memory has run out. FastDeploy is
     paused and resumed by its engine, which does not look; the loop here decodes all the time."""
     with _rsync_engine(kind, path, port) as engine:
+        engine.await_that(engine.has_decoded_live)
         with _failing_at(2):
             answer = engine.control("update_weights", version="2", verify_checksum=True)
-        seen = len(engine.runner.decoded)
-        engine.await_that(lambda: engine.runner.decoded[-1] != (1.0, 1.0), _MOMENT_S)
-        return _facts(engine) | {"answer": answer, "decoded with": engine.runner.decoded[-1], "seen": seen}
+        engine.await_that(lambda: engine.last_decoded() != (1.0, 1.0), _MOMENT_S)
+        return _facts(engine) | {"answer": answer, "decoded with": engine.last_decoded()}
 
 
 @contextmanager
@@ -422,17 +449,40 @@ def _rsync_engine(kind: str, path: str, port: int, width: int = 3) -> Iterator[E
         del sys.modules["checkpoint_transfer"]
 
 
+_WIDE = 1 << 21
+"""Columns of a model of 56 MiB."""
+
+
 def state_dict_streams_in(kind: str, path: str, port: int) -> Facts:
     """The most memory that the process has while it takes over a version, beyond what it has before: the second time,
     so that what is kept from one update to the next is there."""
-    with _rsync_engine(kind, path, port, width=1 << 22) as engine:
-        engine.control("update_weights", version="2", verify_checksum=True)
-        before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        answer = engine.control("update_weights", version="3", verify_checksum=True)
-        peak = _memory("VmHWM")
-        num_bytes = sum(4 * math.prod(shape) for shape in shapes(1 << 22).values())
-        return _facts(engine) | {"code": answer["code"], "beyond": peak - before, "model": num_bytes}
+    with _rsync_engine(kind, path, port, width=_WIDE) as engine:
+        return _measured(engine, lambda step: engine.control("update_weights", version=str(step))["code"])
+
+
+def state_dict_comes_over_tcp(path: str, port: int) -> Facts:
+    """As above, from a server of ours that another process runs."""
+    directory = scene_directory(path)
+    chosen = {"load_strategy": "rsync", "rsync_config": {"transport": "tcp"}, "width": _WIDE}
+    with RealTrainer(directory / "channel", _WIDE) as trainer:
+        trainer.publish(1)
+        with Engine("ours", directory, port, is_v1=True, **chosen) as engine:
+            engine.raise_ended()
+
+            def update(step: int) -> int:
+                trainer.publish(step)
+                return int(engine.control("update_weights")["code"])
+
+            return _measured(engine, update)
+
+
+def _measured(engine: Engine, update: Callable[[int], int]) -> Facts:
+    update(2)
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    code = update(3)
+    model = sum(4 * math.prod(shape) for shape in shapes(_WIDE).values())
+    return _facts(engine) | {"code": code, "beyond": _memory("VmHWM") - before, "model": model}
 
 
 def _memory(field: str) -> int:

@@ -59,7 +59,8 @@ def broken_plugin() -> str:
 
 
 def _look(engine: Engine) -> Facts:
-    engine.await_that(lambda: engine.has_decoded_live(), 1.0)
+    if None not in engine.first_values().values():
+        engine.await_that(engine.has_decoded_live, _SOON_S)
     return {
         "word": engine.load(),
         "values": sorted(set(engine.first_values().values()), key=str),
@@ -76,8 +77,8 @@ def update_clear_update(kind: str, path: str, port: int, stays_in_check: bool) -
             engine.store(command)
             engine.await_word(0 if command == 1 else -2)
             seen.append(_look(engine))
-        engine.await_that(lambda: engine.runner.decoded[-1] == (3.0, 3.0), _SOON_S)
-        return [*seen, {"decoded": engine.runner.decoded[-1]}]
+        engine.await_that(lambda: engine.last_decoded() == (3.0, 3.0), _SOON_S)
+        return [*seen, {"decoded": engine.last_decoded()}]
 
 
 def refused_while_cleared(path: str, port: int, stays_in_check: bool) -> list[Facts]:
@@ -100,7 +101,7 @@ def commanded_over_the_board(path: str, port: int) -> Facts:
     with started("ours", path, port) as engine, EngineController(port) as controller:
         write_snapshot(Path(path), weights(2, 2), 2)
         report = controller.update(deadline_s=_SOON_S)
-        engine.await_that(lambda: engine.runner.decoded[-1] == (2.0, 2.0), _SOON_S)
+        engine.await_that(lambda: engine.last_decoded() == (2.0, 2.0), _SOON_S)
         found = _look(engine) | {"version": report.version, "outcome": report.outcome}
         write_snapshot(Path(path), {"a.weight": weights(3, 3)["a.weight"]}, 3)
         with suppress(FastDeployRLError):

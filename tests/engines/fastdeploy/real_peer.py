@@ -32,6 +32,8 @@ def _answer(line: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    # First, so that it is there when tests look: what starts it later would seem to have left it behind.
+    resource_tracker.ensure_running()
     # Libraries print; answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -40,8 +42,6 @@ def main() -> None:
     operators.__getattr__ = _missing_operator
     import fastdeploy.worker.worker_process
 
-    # What starts it later would seem to have left it behind.
-    resource_tracker.ensure_running()
     print(json.dumps({"returned": fastdeploy.__file__}), file=answers)
     for line in sys.stdin:
         print(json.dumps(_answer(line)), file=answers)

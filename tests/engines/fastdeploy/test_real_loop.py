@@ -70,13 +70,13 @@ def test_an_update_that_is_refused_while_cleared_leaves_it_cleared_and_the_next_
         "loop": "runs",
         "outcome": "rejected",
     }
-    assert taken == {"word": NORMAL, "values": [3.0], "caches": True, "loop": "runs", "outcome": "committed"}
+    assert taken == {"word": NORMAL, "values": [3.0], "caches": True, "loop": "runs", "outcome": "done"}
 
 
 def test_a_controller_updates_a_decoding_engine_without_the_word(ours: RealPeer, tmp_path: Path) -> None:
     found = ours.call("real_loop.commanded_over_the_board", path=str(tmp_path), port=free_port())
     live = {"word": NORMAL, "values": [2.0], "caches": True, "loop": "runs"}
-    assert found == live | {"version": "1.2", "outcome": "committed", "after a refusal": live}
+    assert found == live | {"version": "1.2", "outcome": "done", "after a refusal": live}
 
 
 def test_fastdeploys_control_calls_update_sleep_and_wake(ours: RealPeer, tmp_path: Path) -> None:

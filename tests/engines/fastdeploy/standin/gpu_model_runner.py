@@ -100,7 +100,8 @@ def _attend(keys: paddle.Tensor, values: paddle.Tensor, hidden: Floats, step: St
 def _apply(parameter: Floats, hidden: Floats) -> Floats:
     if parameter.ndim == 1:
         return hidden * parameter
-    return np.tanh(hidden @ (parameter if parameter.shape[0] == len(hidden) else parameter.T))
+    product = hidden @ (parameter if parameter.shape[0] == len(hidden) else parameter.T)
+    return np.tanh(product + np.float32(0.1))  # nothing that is negated twice goes unseen
 
 
 # --- inputs -------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ class GPUModelRunner:
         self.forward_meta = ForwardMeta(self.share_inputs["caches"])
         if self.proposer is not None:
             self.proposer.forward_meta = ForwardMeta(self.proposer.model_inputs["caches"])
-        is_decoding = all(int(self.share_inputs["step_idx"][idx]) for idx in running)
+        is_decoding = all(self.share_inputs["step_idx"][idx].item() for idx in running)
         key = len(running) if is_decoding and self.use_cudagraph else 0
         for idx in running:
             _advance(self, idx, key)
@@ -383,8 +384,8 @@ def _graph(model: Any, inputs: InputBatch, size: int) -> Graph:
 
 def _advance(runner: GPUModelRunner, idx: int, size: int) -> None:
     inputs = runner.share_inputs
-    name, begun = inputs["req_ids"][idx], int(inputs["step_idx"][idx])
-    position = int(inputs["seq_lens_decoder"][idx])
+    name, begun = inputs["req_ids"][idx], inputs["step_idx"][idx].item()
+    position = inputs["seq_lens_decoder"][idx].item()
     tokens = [runner.outputs[name][-1]] if begun else runner._prompts[idx][position:]
     for token in tokens:
         step = Step(token, position, inputs["block_tables"].numpy()[idx].tolist())

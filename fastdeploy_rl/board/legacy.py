@@ -28,13 +28,14 @@ def word_name(word: str, port: int) -> str:
     return f"{word}.{port}"
 
 
-def _link_name(word: str, port: int) -> str:
+def link_name(word: str, port: int) -> str:
+    """Of the second link."""
     return f"fastdeploy_rl_link.{word}.{port}"
 
 
 def _fresh_name(word: str, port: int) -> str:
     """Of a word that was recreated, while it is followed."""
-    return f"{_link_name(word, port)}.new"
+    return f"{link_name(word, port)}.new"
 
 
 def create_words(port: int) -> None:
@@ -43,12 +44,12 @@ def create_words(port: int) -> None:
     unlink_words(port)
     for word in WORDS:
         SharedSegment.create(word_name(word, port), WORD_BYTES).close()
-        os.link(f"{SHM_DIR}/{word_name(word, port)}", f"{SHM_DIR}/{_link_name(word, port)}")
+        os.link(f"{SHM_DIR}/{word_name(word, port)}", f"{SHM_DIR}/{link_name(word, port)}")
 
 
 def adopt_word(word: str, port: int) -> None:
     """A word that another program made and owns gets its second link. EngineNotFoundError where it is not there."""
-    link = f"{SHM_DIR}/{_link_name(word, port)}"
+    link = f"{SHM_DIR}/{link_name(word, port)}"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(link)
     try:
@@ -67,7 +68,7 @@ def unlink_words(port: int) -> list[str]:
 
 def unlink_links(port: int) -> list[str]:
     """As `unlink_words`, of the second links alone: the words are another program's."""
-    names = [name(word, port) for word in WORDS for name in (_link_name, _fresh_name)]
+    names = [name(word, port) for word in WORDS for name in (link_name, _fresh_name)]
     return [name for name in names if unlink_segment(name)]
 
 
@@ -103,7 +104,7 @@ class StatusWord:
 
     def follow(self) -> bool:
         """Keeps name and mapping together; True when the mapping changed, because somebody recreated the word."""
-        name, link = (f"{SHM_DIR}/{n}" for n in (word_name(self._word, self._port), _link_name(self._word, self._port)))
+        name, link = (f"{SHM_DIR}/{n}" for n in (word_name(self._word, self._port), link_name(self._word, self._port)))
         try:
             # Looked at many times a second beside a decoding engine: the link, which is ours alone, only once.
             self._linked = self._linked or os.stat(link)

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
-from fastdeploy_rl.board.board import Board
-from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord
+from fastdeploy_rl.board.board import Board, board_name
+from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord, link_name
+from fastdeploy_rl.engines.fastdeploy.after_death import removed_after_death
 from fastdeploy_rl.engines.fastdeploy.boundary import Boundary
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings
 from fastdeploy_rl.errors import (
@@ -57,6 +58,9 @@ class Seat:
     def _meet_at_board(self) -> tuple[Board, Boundary]:
         settings = self.settings
         board = self._create() if settings.rank == 0 else self._attach()
+        if settings.rank == 0:
+            names = [board_name(settings.port), link_name(WEIGHTS_WORD, settings.port)]
+            self._stack.enter_context(removed_after_death(names))
         self._stack.callback(board.close)
         return board, Boundary(board, settings.rank, settings.deadlines.finish_s)
 

@@ -98,8 +98,6 @@ class EngineHooks:
 
     def num_requests(self) -> int:
         """Of those that this worker generates tokens for; the same on every rank of an engine."""
-        if not self._has_started:
-            return 0
         return int((~self._runner.share_inputs["stop_flags"]).sum())
 
     def abort_requests(self, reason: str) -> None:
@@ -287,6 +285,7 @@ class EngineHooks:
 
     def drop_graphs(self) -> None:
         """Also where none are known here: FastDeploy captures one in passing where a step finds none."""
+        self._look_at_start()
         if not self._runner.use_cudagraph:
             return
         _clear_graphs(self._runner.model)

@@ -25,8 +25,8 @@ from fastdeploy_rl.lifecycle import LegacyStatus
 _LOOK_NS = 10_000_000
 """Foreign processes store into the words without waking anybody."""
 _MIXED = "mixed"
-_SWAPPING = "answer of the cache-transfer process"
-_TREE = "answer of the engine's prefix tree"
+_SWAPPING = "of the cache-transfer process"
+_TREE = "of the engine's prefix tree"
 
 
 class CacheTransfer:
@@ -95,34 +95,45 @@ class CacheTransfer:
     def tell_pages_go(self) -> None:
         """Before this rank lets go of its pages. Every rank tells: the answer needs all of them."""
         if self.must_swap_owners:
-            with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
-                found = word.load()
-                if found not in (LegacyStatus.CLEARING, LegacyStatus.CLEARED):
-                    word.exchange(found, LegacyStatus.CLEARING)
+            self._tell(LegacyStatus.CLEARING)
 
     def await_pages_gone(self) -> None:
         """After. DeadlineExceededError."""
         if self.must_swap_owners:
             self._ask(KV_CACHE_WORD, LegacyStatus.CLEARING, LegacyStatus.CLEARED, _SWAPPING)
 
-    def tell_pages_come(self, *, are_there: bool) -> None:
-        """Before this rank takes up pages that were dropped. `are_there`: the other process has made them by now, since
-        FastDeploy's loop told it so, or a faster rank."""
+    def tell_pages_come(self) -> None:
+        """Before this rank makes the pages that were dropped, where they are its own."""
         if self.must_swap_owners:
-            with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
-                found = word.load()
-                if found != LegacyStatus.UPDATING and not (found == LegacyStatus.NORMAL and are_there):
-                    word.exchange(found, LegacyStatus.UPDATING)
+            self._tell(LegacyStatus.UPDATING)
+
+    def await_foreign_pages(self, are_there: Callable[[], bool]) -> None:
+        """Before this rank takes up pages that the other process makes; it may have done so, since FastDeploy's loop or
+        a faster rank has told it. DeadlineExceededError, where FastDeploy's runner would wait without a deadline."""
+
+        def are_there_or_told() -> bool:
+            if are_there():
+                return True
+            self.tell_pages_come()
+            return False
+
+        self._await(are_there_or_told, f"KV pages {_SWAPPING}")
 
     def await_pages_come(self) -> None:
         """After: the other process may swap them from here on. DeadlineExceededError."""
         if self.must_swap_owners:
             self._ask(KV_CACHE_WORD, LegacyStatus.UPDATING, LegacyStatus.NORMAL, _SWAPPING)
 
-    def await_flag(self, is_set: Callable[[], bool], what: str) -> None:
-        """What FastDeploy's runner would wait for without a deadline. DeadlineExceededError."""
+    def await_detached(self, is_detached: Callable[[], bool]) -> None:
+        """Before this rank frees pages that are its own: likewise."""
         if self.has_process:
-            self._await(is_set, what)
+            self._await(is_detached, f"end of the use of KV pages {_SWAPPING}")
+
+    def _tell(self, status: LegacyStatus) -> None:
+        with closing(StatusWord(KV_CACHE_WORD, self._port)) as word:
+            found = word.load()
+            if found != status:
+                word.exchange(found, status)
 
     # --- the tree ----------------------------------------------------------------------------------
 
@@ -149,7 +160,7 @@ class CacheTransfer:
 
     # --- waiting -----------------------------------------------------------------------------------
 
-    def _ask(self, name: str, asked: LegacyStatus, answered: LegacyStatus, what: str) -> None:
+    def _ask(self, name: str, asked: LegacyStatus, answered: LegacyStatus, whose: str) -> None:
         """Asks again where something else comes to stand there: a slower rank's process may answer the last call only
         now, and FastDeploy's loop stores without looking."""
         with closing(StatusWord(name, self._port)) as word:
@@ -163,7 +174,7 @@ class CacheTransfer:
             def look(deadline_ns: int) -> None:
                 word.wait_change(asked, deadline_ns)
 
-            self._await(is_answered, f"{what} to {asked.name} in {name}.{self._port}", look)
+            self._await(is_answered, f"answer {whose} to {asked.name} in {name}.{self._port}", look)
 
     def _await(self, is_over: Callable[[], bool], what: str, look: Callable[[int], object] | None = None) -> None:
         begun = time.monotonic()

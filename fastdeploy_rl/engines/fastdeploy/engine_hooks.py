@@ -127,7 +127,7 @@ class EngineHooks:
         self._digest = _UNKNOWN
         self._cache_transfer.tell_pages_go()
         if self._owns_pages:
-            self._cache_transfer.await_flag(lambda: not self._is_cache_ready(), "cache-transfer process to detach")
+            self._cache_transfer.await_detached(lambda: not self._is_cache_ready())
         self._let_go_of_pages()
         self._cache_transfer.await_pages_gone()
         self._cache_transfer.clear_tree()
@@ -213,10 +213,10 @@ class EngineHooks:
                 "the KV cache cannot come back here: FastDeploy's prefix tree may still know pages of before. "
                 "Use POST /v1/sleep and POST /v1/wakeup, which reset it"
             )
-        is_foreign = not self._owns_pages
-        self._cache_transfer.tell_pages_come(are_there=is_foreign and self._is_cache_ready())
-        if is_foreign:
-            self._cache_transfer.await_flag(self._is_cache_ready, "KV pages of the cache-transfer process")
+        if self._owns_pages:
+            self._cache_transfer.tell_pages_come()
+        else:
+            self._cache_transfer.await_foreign_pages(self._is_cache_ready)
         self._take_up_pages()
         self._cache_transfer.await_pages_come()
         self._cache_transfer.renew_tree()

@@ -40,6 +40,9 @@ from fastdeploy_rl.update.client import BoardClient
 _log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.01
+_V1_S, _V1_WAKEUP_S = 55.0, 290.0
+"""Below the 60 s that FastDeploy's engine waits for an update or a sleep, and the 300 s for a wakeup: what it gives up
+must not go live later."""
 
 
 class DynamicWeightManager:
@@ -157,8 +160,9 @@ class DynamicWeightManager:
         if verify_checksum and not self.settings.options.checksums:
             raise ConfigurationError("verify_checksum needs checksums, and the plugin's are off (option checksums)")
         begun, stalled_s = time.monotonic(), self.seat.stalled_s
+        deadline_s = min(self.settings.deadlines.update_s, _V1_S)
         with self._told_by_engine():
-            self.seat.ask(lambda client: client.update(version or None, deadline_s=self.settings.deadlines.update_s))
+            self.seat.ask(lambda client: client.update(version or None, deadline_s=deadline_s))
         self.asleep -= {Tag.WEIGHT}
         total_s, update_s = time.monotonic() - begun, self.seat.stalled_s - stalled_s
         return {
@@ -172,14 +176,14 @@ class DynamicWeightManager:
     def sleep(self, tags: str, level: int | None = None) -> None:
         """Gives memory of these tags away on every rank. Weights stay in host memory unless `level` says otherwise."""
         names, kept = _names(tags), OFFLOAD_LEVEL if level is None else level
-        deadline_s = self.settings.deadlines.clear_s
+        deadline_s = min(self.settings.deadlines.clear_s, _V1_S)
         with self._told_by_engine():
             self.seat.ask(lambda client: client.sleep(names, level=kept, mode=KEEP, deadline_s=deadline_s))
         self.asleep |= {Tag(name) for name in names}
 
     def wakeup(self, tags: str) -> None:
         """Brings it back; in the place of weights that slept what was published since, where something was."""
-        names, deadline_s = _names(tags), self.settings.deadlines.update_s
+        names, deadline_s = _names(tags), min(self.settings.deadlines.update_s, _V1_WAKEUP_S)
         with self._told_by_engine():
             self.seat.ask(lambda client: _wake(client, names, deadline_s))
         self.asleep -= {Tag(name) for name in names}
@@ -234,9 +238,10 @@ def _names(tags: str) -> list[str]:
 
 
 def _wake(client: BoardClient, names: list[str], deadline_s: float) -> UpdateReport:
+    begun = time.monotonic()
     is_kept = client.status().residency.get(Tag.WEIGHT.value) == Residency.OFFLOADED.value
     if Tag.WEIGHT.value in names and is_kept:
         # FastDeploy reloads from its source. Where nothing newer is to be had, it is what slept.
         with contextlib.suppress(NoPublicationError, VersionRegressError, PeerLostError):
             client.update(deadline_s=deadline_s)
-    return client.wake(names, deadline_s=deadline_s)
+    return client.wake(names, deadline_s=max(deadline_s - (time.monotonic() - begun), 1.0))

@@ -83,6 +83,22 @@ def listening_tree(port: int) -> Iterator[list[int]]:
         yield heard
 
 
+class OwningRunner(GPUModelRunner):
+    """As FastDeploy has it since May 2026: pages that are swapped to the host are the runner's, the other process is
+    attached to them, and waits for it are without a deadline here as well."""
+
+    enable_cache_manager_v1 = False
+
+    def initialize_kv_cache(self, profile: bool = False) -> None:
+        super().initialize_kv_cache(profile)
+        self.cache_ready_signal.value[0] = 1
+
+    def clear_cache(self, profile=False):
+        while not profile and self.cache_ready_signal.value[0] != 0:
+            time.sleep(0.001)
+        super().clear_cache(profile)
+
+
 class Engine:
     """The stand-in runner, attached to pages of another process, on weights of digest OLD."""
 
@@ -226,6 +242,34 @@ def test_the_tree_is_cleared_while_nothing_is_swapped_and_renewed_when_pages_are
         engine.runner.rebuild_kv_cache(NEW)
         assert (load(port, KV_CACHE_WORD), load(port, PREFIX_TREE_WORD)) == (NORMAL, NORMAL)
     assert (heard, heard_by_tree) == ([CLEARING, UPDATING], [CLEARING, UPDATING])
+
+
+def test_pages_of_the_runners_own_go_when_the_other_process_has_let_go_of_them(port: int) -> None:
+    fd_config = FDConfig(EngineLine(port, 0, 1, "ipc", "", {}, ""))
+    gpu = OwningRunner(fd_config, "cpu", 0, 1, 0)
+    gpu.load_model()
+    gpu.update_share_input_block_num(8)
+    transfer = CacheTransfer(port, has_process=True, has_prefix_tree=False, timeout_s=_SHORT_S)
+    expert_parallel = ExpertParallel(fd_config.parallel_config, lambda: None)
+    hooks = EngineHooks(gpu, expert_parallel=expert_parallel, cache_transfer=transfer)
+    with pytest.raises(DeadlineExceededError, match="no end of the use of KV pages"):
+        hooks.drop_kv_cache()
+    assert hooks.has_kv_cache
+    ready, seen = gpu.cache_ready_signal.value, []
+
+    def detach() -> int:
+        seen.append(hooks.has_kv_cache)
+        ready[0] = 0
+        return CLEARED
+
+    def attach() -> int:
+        return NORMAL if ready[0] == 1 else UPDATING
+
+    with listening(port, KV_CACHE_WORD, {CLEARING: detach, UPDATING: attach}):
+        hooks.drop_kv_cache()
+        assert (seen, hooks.has_kv_cache, load(port, KV_CACHE_WORD)) == ([True], False, CLEARED)
+        hooks.rebuild_kv_cache(NEW)
+    assert (hooks.has_kv_cache, load(port, KV_CACHE_WORD)) == (True, NORMAL)
 
 
 def test_where_fastdeploys_engine_tells_them_nothing_is_said_here(port: int) -> None:

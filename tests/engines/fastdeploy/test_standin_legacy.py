@@ -187,7 +187,8 @@ def test_a_rank_that_stands_still_or_dies_holds_nobody_longer_than_the_deadline(
         eventually(lambda: front.word is CLEARED, "the update is given up")
         assert any("ranks [1] missing" in entry.reason for entry in scene.latest(3))
         other.send_signal(signal.SIGCONT)
-        assert front.get("/update_model_weight").status == 200
+        # Where it stood still on its way out of the clear it may miss the next update as well, which ends likewise.
+        eventually(lambda: front.get("/update_model_weight", timeout=2.0).status == 200, "the next one comes through")
         scene.check()
         assert front.get("/clear_load_weight").status == 200
         other.kill()

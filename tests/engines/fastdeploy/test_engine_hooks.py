@@ -333,6 +333,14 @@ def test_it_computes_while_tokens_follow_one_another() -> None:
 # --- graphs ---------------------------------------------------------------------------------------------------
 
 
+def test_a_bind_to_other_memory_leaves_no_graph_of_the_old_one() -> None:
+    scene = Scene()
+    scene.runner.bind(scene.runner.bound())
+    assert scene.gpu.model.graphs.keys() == scene.gpu.proposer.model.graphs.keys() == {1, 2, 4}
+    scene.bind(2)
+    assert (scene.gpu.model.graphs, scene.gpu.proposer.model.graphs, scene.runner.has_graphs) == ({}, {}, False)
+
+
 def test_no_graph_of_other_addresses_is_left_when_only_the_draft_model_moves() -> None:
     scene = Scene()
     scene.runner.drain(0)

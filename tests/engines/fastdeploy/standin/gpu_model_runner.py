@@ -142,12 +142,9 @@ class InputBatch:
         self.stop_flags = paddle.full([max_num_seqs, 1], True, dtype="bool")
         self.seq_lens_decoder = paddle.full([max_num_seqs, 1], 0, dtype="int32")
         self.step_idx = paddle.full([max_num_seqs, 1], 0, dtype="int64")
-        self.block_tables = paddle.full([max_num_seqs, self._pages_per_request], -1, dtype="int32")
+        pages_per_request = self.fd_config.cache_config.total_block_num // max_num_seqs
+        self.block_tables = paddle.full([max_num_seqs, pages_per_request], -1, dtype="int32")
         self.req_ids = [""] * max_num_seqs
-
-    @property
-    def _pages_per_request(self) -> int:
-        return self.fd_config.cache_config.total_block_num // self.fd_config.scheduler_config.max_num_seqs
 
     def reset_share_inputs(self):
         for name, value in (("stop_flags", True), ("seq_lens_decoder", 0), ("step_idx", 0), ("block_tables", -1)):

@@ -13,7 +13,8 @@ import pytest
 from fastdeploy_rl.publish.fastdeploy_files import write_model_state, write_version
 from tests.engines.fastdeploy.standin.front_end import FrontEnd
 from tests.engines.fastdeploy.standin.ipc_signal import ModelWeightsStatus
-from tests.engines.fastdeploy.standin.trainer import Weights, held_bytes, random_weights, slices
+from tests.engines.fastdeploy.standin.trainer import Weights, as_the_engine, held_bytes, random_weights, slices
+from tests.process.trainer import Trainer
 
 _RANKS = 2
 _SOON_S = 30.0
@@ -166,3 +167,18 @@ def test_an_unknown_tag_reaches_no_worker(scene: Scene):
     assert (answer.status, "weights" in answer.body) == (500, True)
     assert scene.marks() == [[False, False, False]] * _RANKS
     scene.check()
+
+
+def test_weights_come_over_the_network_as_well(installed: Path, tmp_path: Path):
+    """The strategy that FastDeploy made V1 for, from a weight server in the place of its closed package."""
+    channel = tmp_path / "channel"
+    with Trainer("rsync", channel) as trainer:
+        trainer.publish(random_weights(1), step=1, convention=as_the_engine)
+        options = {"channel": str(channel), "metas_dir": "", "update_s": 20.0}
+        with FrontEnd(load_strategy="rsync", metadata=installed, is_v1=True, options=options) as front:
+            assert front.dump() == held_bytes(random_weights(1), 1)
+            trainer.publish(random_weights(2), step=2, convention=as_the_engine)
+            front.post("/v1/pause")
+            answer = front.post("/v1/update_weights", {"version": "2", "verify_checksum": True})
+            assert (answer.status, answer.body[0]["version"]) == (200, "1.2")
+            assert front.dump() == held_bytes(random_weights(2), 1)

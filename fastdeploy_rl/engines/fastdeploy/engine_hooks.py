@@ -84,7 +84,7 @@ class EngineHooks:
     def drain(self, deadline_ns: int) -> None:
         """FastDeploy's loop is between two forward passes; this waits for the device. DeadlineExceededError."""
         self._look_at_start()
-        if paddle.is_compiled_with_cuda():
+        if paddle.device.get_device().startswith("gpu"):
             _await_device(deadline_ns)
 
     def note_computing(self) -> None:

@@ -80,10 +80,11 @@ class CacheTransfer:
         finally:
             self.is_told = before
 
-    @property
-    def can_reset_tree(self) -> bool:
-        """No request will be given KV of before, if this is wanted."""
-        return self.is_told or self._listens or not self.has_prefix_tree
+    def can_reset_tree(self, *, stands_still: bool) -> bool:
+        """No request will be given KV of before, if this is wanted. `stands_still`: a trainer has closed the engine by
+        its status word. Without that FastDeploy's scheduler may be giving pages away at this moment, and a reset would
+        let it give them away twice."""
+        return self.is_told or (self._listens and stands_still) or not self.has_prefix_tree
 
     @property
     def must_swap_owners(self) -> bool:

@@ -33,6 +33,10 @@ _CLEAR_GRAPHS = ("clear_graph_opt_backend", "clear_grpah_opt_backend")
 _UNSUPPORTED = ("ENABLE_V1_KVCACHE_MANAGER", "FD_USE_BLOCK_WISE_CUDA_GRAPH")
 _UNKNOWN = ""
 """Digest of pages that were just emptied, or of which nothing is known."""
+_ROUTES = (
+    "FastDeploy's own ways are open: POST /v1/pause with /v1/update_weights, /v1/sleep and /v1/wakeup (with "
+    "FD_ENABLE_V1_UPDATE_WEIGHTS), or else the status word"
+)
 _PAUSE_S = 0.5
 """So long after a forward pass it counts as one that others follow."""
 _LOOK_S = 0.001
@@ -164,8 +168,8 @@ class EngineHooks:
             self._empty_pages(content_digest)
 
     def keep_kv_cache(self, content_digest: str) -> None:
-        """As `ModelRunner.keep_kv_cache`. LifecycleError, with nothing changed, while requests are in flight and
-        prefixes are cached: FastDeploy can reset its tree only together with the pages of those requests."""
+        """As `ModelRunner.keep_kv_cache`. LifecycleError, with nothing changed, while prefixes are cached and requests
+        may be given pages: FastDeploy resets its tree together with what it knows of the pages of requests."""
         self._look_at_start()
         if not self._has_started or not self.has_kv_cache:
             self.rebuild_kv_cache(content_digest)
@@ -178,21 +182,24 @@ class EngineHooks:
     def _must_change(self, content_digest: str, verb: str) -> bool:
         """False: pages hold KV of these very weights, of requests that may go on with it. That is what is asked for
         when an update is undone that was refused here before it changed anything, on every rank alike."""
-        num_requests, can_reset = self.num_requests(), self._cache_transfer.can_reset_tree
-        if not num_requests and can_reset:
+        num_requests = self.num_requests()
+        if not num_requests and self._can_reset_tree:
             return True
         if content_digest == self._digest:
             return False
         if num_requests:
             raise LifecycleError(
                 f"cannot {verb} the KV cache for other weights while {num_requests} requests are in flight: "
-                "FastDeploy's scheduler would not compute theirs again. Pause the engine first, letting them end or "
-                "aborting them, or update over FastDeploy's own routes"
+                f"FastDeploy's scheduler would not compute theirs again. Wait for them to end, or pause. {_ROUTES}"
             )
         raise LifecycleError(
-            f"cannot {verb} the KV cache for other weights: prefix caching is on, and with FD_ENABLE_V1_UPDATE_WEIGHTS "
-            "FastDeploy resets its prefix tree in a pause alone. Use POST /v1/pause and POST /v1/update_weights"
+            f"cannot {verb} the KV cache for other weights: prefix caching is on, and nothing here can hold back "
+            f"FastDeploy's scheduler while its prefix tree is reset. {_ROUTES}"
         )
+
+    @property
+    def _can_reset_tree(self) -> bool:
+        return self._cache_transfer.can_reset_tree(stands_still=self._expert_parallel.stands_still)
 
     def _empty_pages(self, content_digest: str) -> None:
         if self._cache_transfer.must_swap_owners:
@@ -208,10 +215,10 @@ class EngineHooks:
 
     def _make_pages(self, content_digest: str) -> None:
         """In FastDeploy's order: inputs first, of which the draft model's are copies."""
-        if not self._cache_transfer.can_reset_tree:
+        if not self._can_reset_tree:
             raise LifecycleError(
-                "the KV cache cannot come back here: FastDeploy's prefix tree may still know pages of before. "
-                "Use POST /v1/sleep and POST /v1/wakeup, which reset it"
+                "the KV cache cannot come back here: prefix caching is on, and FastDeploy's prefix tree may still know "
+                f"pages of before. {_ROUTES}"
             )
         if self._owns_pages:
             self._cache_transfer.tell_pages_come()

@@ -30,17 +30,18 @@ class ExpertParallel:
         self._config, self._meet = parallel_config, meet
         self._has_buffers = self.is_enabled = bool(parallel_config.enable_expert_parallel)
         self._are_groups_down = False
-        self._stands_still = False
+        self.stands_still = False
+        """At present, as in `standing_still`."""
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         """Inside, FastDeploy's loop will not turn before weights are there again, so that groups may go with them: its
         turns need them."""
-        before, self._stands_still = self._stands_still, True
+        before, self.stands_still = self.stands_still, True
         try:
             yield
         finally:
-            self._stands_still = before
+            self.stands_still = before
 
     # --- weights go --------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class ExpertParallel:
     def weights_are_gone(self) -> None:
         """Groups go too, where FastDeploy was started so and its loop stands still. One that will not keeps nobody from
         giving the weights away."""
-        if self._stands_still and getattr(self._config, "shutdown_comm_group_if_worker_idle", False):
+        if self.stands_still and getattr(self._config, "shutdown_comm_group_if_worker_idle", False):
             try:
                 self.shut_down_groups()
             except (RuntimeError, OSError, ValueError, AttributeError, TypeError):  # what Paddle and its backends raise

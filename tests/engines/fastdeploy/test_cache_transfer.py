@@ -108,8 +108,8 @@ class Engine:
         self.gpu = GPUModelRunner(self.fd_config, "cpu", 0, 1, 0)
         self.gpu.load_model()
         self.transfer = CacheTransfer(port, has_process=True, has_prefix_tree=has_prefix_tree, timeout_s=timeout_s)
-        expert_parallel = ExpertParallel(self.fd_config.parallel_config, lambda: None)
-        hooks = EngineHooks(self.gpu, expert_parallel=expert_parallel, cache_transfer=self.transfer)
+        self.expert_parallel = ExpertParallel(self.fd_config.parallel_config, lambda: None)
+        hooks = EngineHooks(self.gpu, expert_parallel=self.expert_parallel, cache_transfer=self.transfer)
         self.runner = FastDeployModelRunner(ModelWeights(self.gpu.model, 0, 1), hooks)
         self.runner.bind(
             {
@@ -237,6 +237,7 @@ def test_the_tree_is_cleared_while_nothing_is_swapped_and_renewed_when_pages_are
     with ExitStack() as stack:
         heard = stack.enter_context(engine.owned(port))
         heard_by_tree = stack.enter_context(listening_tree(port))
+        stack.enter_context(engine.expert_parallel.standing_still())
         engine.runner.drop_kv_cache()
         assert (load(port, KV_CACHE_WORD), load(port, PREFIX_TREE_WORD)) == (CLEARED, CLEARED)
         engine.runner.rebuild_kv_cache(NEW)
@@ -267,7 +268,7 @@ def test_pages_of_the_runners_own_go_when_the_other_process_has_let_go_of_them(p
 
     with listening(port, KV_CACHE_WORD, {CLEARING: detach, UPDATING: attach}):
         hooks.drop_kv_cache()
-        assert (seen, hooks.has_kv_cache, load(port, KV_CACHE_WORD)) == ([True], False, CLEARED)
+        assert (seen[0], hooks.has_kv_cache, load(port, KV_CACHE_WORD)) == (True, False, CLEARED)
         hooks.rebuild_kv_cache(NEW)
     assert (hooks.has_kv_cache, load(port, KV_CACHE_WORD)) == (True, NORMAL)
 
@@ -336,9 +337,10 @@ def test_fastdeploys_settings_say_who_is_there(
 ) -> None:
     tree = {"enable_prefix_caching": True}
     transfer = CacheTransfer.of(fd_config(cache_config={**cache, **tree}), replace(SETTINGS, tp_rank=0))
-    assert (transfer.has_process, transfer.has_prefix_tree, transfer.can_reset_tree) == (has_process, True, True)
+    assert (transfer.has_process, transfer.has_prefix_tree) == (has_process, True)
+    assert (transfer.can_reset_tree(stands_still=True), transfer.can_reset_tree(stands_still=False)) == (True, False)
     monkeypatch.setenv("FD_ENABLE_V1_UPDATE_WEIGHTS", "1")
-    assert not CacheTransfer.of(fd_config(cache_config=tree), SETTINGS).can_reset_tree
+    assert not CacheTransfer.of(fd_config(cache_config=tree), SETTINGS).can_reset_tree(stands_still=True)
 
 
 def test_prefill_and_decode_of_their_own_are_refused() -> None:

@@ -54,8 +54,8 @@ class Scene:
         self.gpu = GPUModelRunner(self.fd_config, "cpu", 0, 1, 0)
         self.gpu.load_model()
         self.transfer = RecordedTransfer(self.calls, **options)
-        expert_parallel = ExpertParallel(self.fd_config.parallel_config, lambda: None)
-        self.hooks = EngineHooks(self.gpu, expert_parallel=expert_parallel, cache_transfer=self.transfer)
+        self.expert_parallel = ExpertParallel(self.fd_config.parallel_config, lambda: None)
+        self.hooks = EngineHooks(self.gpu, expert_parallel=self.expert_parallel, cache_transfer=self.transfer)
         main = FastDeployModelRunner(ModelWeights(self.gpu.model, 0, 1), self.hooks)
         draft = FastDeployModelRunner(ModelWeights(self.gpu.proposer.model, 0, 1))
         self.runner = ModelGroup(main, mtp=draft)
@@ -292,31 +292,37 @@ def test_kv_is_not_kept_beside_a_prefix_tree_that_knows_old_pages() -> None:
             scene.runner.keep_kv_cache(NEW)
         scene.runner.keep_kv_cache(OLD)
     scene.finish()
-    scene.runner.keep_kv_cache(NEW)
+    with scene.expert_parallel.standing_still():
+        scene.runner.keep_kv_cache(NEW)
     assert scene.calls == ["clear tree", "renew tree"]
     assert not any(scene.page_bytes())
 
 
-def test_where_the_tree_hears_nothing_only_fastdeploys_engine_can_renew_the_cache() -> None:
-    scene = Scene(has_prefix_tree=True, listens=False)
+@pytest.mark.parametrize("listens", [False, True])
+def test_prefixes_are_forgotten_only_where_fastdeploys_scheduler_is_held_back(listens: bool) -> None:
+    """A request that it schedules while its tree is reset would have pages that another one gets as well."""
+    scene = Scene(has_prefix_tree=True, listens=listens)
     scene.answer()
     with unchanged(scene):
         for change in (scene.runner.rebuild_kv_cache, scene.runner.keep_kv_cache):
             with pytest.raises(LifecycleError, match="/v1/pause"):
                 change(NEW)
             change(OLD)
-    with scene.hooks.told_by_engine():
+    held_back = scene.expert_parallel.standing_still() if listens else scene.hooks.told_by_engine()
+    with held_back:
         scene.runner.rebuild_kv_cache(NEW)
     assert not any(scene.page_bytes())
 
 
-def test_pages_that_a_deaf_tree_still_knows_do_not_come_back() -> None:
-    scene = Scene(has_prefix_tree=True, listens=False)
+@pytest.mark.parametrize("listens", [False, True])
+def test_pages_that_the_tree_may_still_know_do_not_come_back(listens: bool) -> None:
+    scene = Scene(has_prefix_tree=True, listens=listens)
     scene.runner.drop_kv_cache()
     with pytest.raises(LifecycleError, match="/v1/wakeup"):
         scene.runner.rebuild_kv_cache(OLD)
     assert scene.pages == {}
-    with scene.hooks.told_by_engine():
+    held_back = scene.expert_parallel.standing_still() if listens else scene.hooks.told_by_engine()
+    with held_back:
         scene.runner.rebuild_kv_cache(OLD)
     assert scene.runner.has_kv_cache
 

@@ -212,6 +212,11 @@ def has_v1_updates(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("FD_ENABLE_V1_UPDATE_WEIGHTS", "0") not in ("", "0")
 
 
+def fastdeploy_switches(*names: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Those of FastDeploy's switches `names` that are on."""
+    return tuple(name for name in names if environ.get(name, "0") not in ("", "0"))
+
+
 def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The keys of `$FASTDEPLOY_RL_API_KEY`, else of `$FD_API_KEY` (FastDeploy's), separated by commas; none where
     neither is set. An engine takes any of them, a client sends the first. ConfigurationError for what can be none."""

@@ -12,7 +12,6 @@ Written for FastDeploy 2.6. What runs on a device alone (synchronizing, capturin
 """
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import paddle
 
+from fastdeploy_rl.config import fastdeploy_switches
 from fastdeploy_rl.engines.fastdeploy.cache_transfer import CacheTransfer
 from fastdeploy_rl.engines.fastdeploy.expert_parallel import ExpertParallel
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError
@@ -338,9 +338,10 @@ def _check_can_follow(gpu_runner: Any) -> None:
             f"graph_opt_level {level} with CUDA graphs: FastDeploy cannot drop static graphs, so weights could not "
             "change; set graph_opt_level to 0"
         )
-    for variable in _UNSUPPORTED:
-        if int(os.environ.get(variable) or 0):
-            raise ConfigurationError(f"{variable} is set: what FastDeploy keeps then cannot follow weights that change")
+    if switches := fastdeploy_switches(*_UNSUPPORTED):
+        raise ConfigurationError(
+            f"{', '.join(switches)} set: what FastDeploy keeps then cannot follow weights that change"
+        )
 
 
 def _clear_graphs(model: Any) -> None:

@@ -239,6 +239,7 @@ class Seat:
     @contextmanager
     def _leading(self) -> Iterator[None]:
         """Rank 0: whatever happens inside, the others go on, and raise what is raised here."""
+        self._called_round = 0  # FastDeploy may call first: what was to be run at a turn is run here
         try:
             yield
         except FastDeployRLError as failure:

@@ -208,6 +208,7 @@ class EngineHooks:
             return
         self._cache_transfer.clear_tree()
         self._digest = _UNKNOWN
+        self._reset_inputs()  # a next step would write by the lengths and page tables of requests that were dropped
         for pages in (*self._runner.cache_kvs_map.values(), *self._draft_pages().values()):
             pages.zero_()
         self._cache_transfer.renew_tree()
@@ -229,15 +230,20 @@ class EngineHooks:
         self._cache_transfer.renew_tree()
         self._digest = content_digest
 
-    def _take_up_pages(self) -> None:
+    def _reset_inputs(self) -> None:
+        """The draft model's after those that it copies."""
         runner, draft = self._runner, self._draft
         for inputs in (runner.share_inputs, runner):  # the second one up to 2.4
             if hasattr(inputs, "reset_share_inputs"):
                 inputs.reset_share_inputs()
                 break
+        if draft is not None and hasattr(draft.model_inputs, "reset_model_inputs"):  # since 2.5
+            draft.model_inputs.reset_model_inputs()
+
+    def _take_up_pages(self) -> None:
+        self._reset_inputs()
+        runner, draft = self._runner, self._draft
         if draft is not None:
-            if hasattr(draft.model_inputs, "reset_model_inputs"):  # since 2.5
-                draft.model_inputs.reset_model_inputs()
             draft.initialize_kv_cache(main_model_num_blocks=runner.num_gpu_blocks)
         runner.initialize_kv_cache()
 

@@ -250,6 +250,7 @@ def test_requests_in_flight_are_not_robbed_of_their_kv() -> None:
 
 
 def test_requests_that_were_aborted_stand_in_nobodys_way() -> None:
+    """Nor does what they left in the inputs, which the next request of the same slot would go on from."""
     scene = Scene()
     scene.begin()
     assert scene.runner.num_requests() == scene.runner.num_requests(begun=True) == 1
@@ -257,6 +258,7 @@ def test_requests_that_were_aborted_stand_in_nobodys_way() -> None:
     assert scene.runner.num_requests() == 0
     scene.runner.rebuild_kv_cache(NEW)
     assert not any(scene.page_bytes())
+    assert scene.answer() == Scene().answer()
 
 
 def test_requests_end_with_a_cache_that_is_dropped() -> None:

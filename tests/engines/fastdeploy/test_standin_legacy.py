@@ -180,17 +180,12 @@ def test_a_rank_that_stands_still_or_dies_holds_nobody_longer_than_the_deadline(
         main, other = front.workers.processes
         assert front.get("/clear_load_weight").status == 200
         other.send_signal(signal.SIGSTOP)
-        scene.live = scene.publish()
+        scene.publish()
         scene.store(UPDATING)
         assert front.get("/update_model_weight").status == 400
         assert front.get("/clear_load_weight").status == 403
         eventually(lambda: front.word is CLEARED, "the update is given up")
         assert any("ranks [1] missing" in entry.reason for entry in scene.latest(3))
-        other.send_signal(signal.SIGCONT)
-        # Where it stood still on its way out of the clear it may miss the next update as well, which ends likewise.
-        eventually(lambda: front.get("/update_model_weight", timeout=2.0).status == 200, "the next one comes through")
-        scene.check()
-        assert front.get("/clear_load_weight").status == 200
         other.kill()
         other.wait(10)
         scene.store(UPDATING)

@@ -31,6 +31,8 @@ _DRAFT_GRAPHS = "draft_model_use_cudagraph"
 _CLEAR_GRAPHS = ("clear_graph_opt_backend", "clear_grpah_opt_backend")
 """Of a model: since 2.6, and up to 2.5."""
 _UNSUPPORTED = ("ENABLE_V1_KVCACHE_MANAGER", "FD_USE_BLOCK_WISE_CUDA_GRAPH")
+_LENGTHS = ("seq_lens_encoder", "seq_lens_decoder")
+"""Of a request's tokens, by slot; 0 where it came to its end."""
 _UNKNOWN = ""
 """Digest of pages that were just emptied, or of which nothing is known."""
 _ROUTES = (
@@ -208,7 +210,7 @@ class EngineHooks:
             return
         self._cache_transfer.clear_tree()
         self._digest = _UNKNOWN
-        self._reset_inputs()  # a next step would write by the lengths and page tables of requests that were dropped
+        self._forget_dropped_requests()
         for pages in (*self._runner.cache_kvs_map.values(), *self._draft_pages().values()):
             pages.zero_()
         self._cache_transfer.renew_tree()
@@ -229,6 +231,14 @@ class EngineHooks:
         self._cache_transfer.await_pages_come()
         self._cache_transfer.renew_tree()
         self._digest = content_digest
+
+    def _forget_dropped_requests(self) -> None:
+        """A next step would write by the lengths and page tables that they left. Graphs go with that: of the buffers
+        that they read FastDeploy makes some anew."""
+        inputs = self._runner.share_inputs
+        if any(bool((inputs[name] != 0).any()) for name in _LENGTHS if name in inputs):
+            self.drop_graphs()
+            self._reset_inputs()
 
     def _reset_inputs(self) -> None:
         """The draft model's after those that it copies."""

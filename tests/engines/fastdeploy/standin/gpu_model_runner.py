@@ -395,7 +395,7 @@ def _advance(runner: GPUModelRunner, idx: int, size: int) -> None:
     inputs["step_idx"][idx] = begun + 1
     if begun + 1 >= runner._left[idx]:
         inputs["stop_flags"][idx] = True
-        inputs["step_idx"][idx] = 0
+        inputs["step_idx"][idx] = inputs["seq_lens_decoder"][idx] = 0
 
 
 def _compute(runner: GPUModelRunner, step: Step, size: int) -> Floats:

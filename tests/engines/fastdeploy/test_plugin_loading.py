@@ -76,7 +76,7 @@ def test_the_plugin_is_the_runner_when_it_is_named_and_only_then(installed: Path
 
 @pytest.mark.parametrize("missing", ["fastdeploy.worker.gpu_model_runner", "fastdeploy_rl._native"])
 def test_where_something_is_missing_the_start_is_refused_with_the_reason(installed: Path, missing: str):
-    """Of FastDeploy's, or of ours. FastDeploy would fall back to its own runner, silently, if the entry point raised."""
+    """Of theirs or of ours. FastDeploy would fall back to its own runner, silently, if the entry point raised."""
     facts = _run(f"import sys\nsys.modules[{missing!r}] = None\n" + _PLUGIN + _REFUSAL, installed)
     assert (facts["named"], facts["is_stock"]) == (["fastdeploy_rl"], False)
     assert len(facts["refusals"]) == 2

@@ -4,8 +4,10 @@ over its IPCSignals, around a model of two layers. Imported in FastDeploy's proc
 What stands in for CUDA and for compiled operators is said at each place; the rest of what runs is FastDeploy's, or the
 runner that the plugin gives. `kind`: "stock" or "ours"; for ours the process has FD_PLUGINS=fastdeploy_rl."""
 
+import itertools
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -456,21 +458,25 @@ class Engine:
         self.tasks.is_stopping.set()
         if any(rank.ended for rank in self.ranks):
             self.group.break_up()
-        # FastDeploy's loop waits for ever for a trainer that wants the cleared engine back, and, where that was quick,
-        # for the word to read CLEARED once more.
+        # FastDeploy's loop may wait, for ever, for the word to read any of these; then it comes to its task queue.
+        values = itertools.cycle((1, -2, 0))
         deadline = time.monotonic() + SOON_S
-        while any(rank.thread.is_alive() for rank in self.ranks) and time.monotonic() < deadline:
-            if self.load() in (-2, 1):
-                self.store(1 if self.load() == -2 else -2)
-            self.ranks[0].thread.join(0.05)
-        for rank in self.ranks:
-            rank.thread.join(SOON_S)
+        while not self.await_that(lambda: not any(rank.thread.is_alive() for rank in self.ranks), 0.05):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the loop does not end; the word reads {self.load()}\n{self._places()}")
+            self.store(next(values))
         for rank in reversed(self.ranks):
             rank.close()
         self._stack.close()
         for signal in self.signals.values():
             with suppress(FileNotFoundError):
                 signal.clear()
+
+    def _places(self) -> str:
+        """Where the loops are."""
+        frames = sys._current_frames()
+        living = [rank.thread.ident for rank in self.ranks if rank.thread.is_alive()]
+        return "\n".join("".join(traceback.format_stack(frames[ident])[-6:]) for ident in living)
 
 
 @contextmanager

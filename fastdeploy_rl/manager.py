@@ -21,7 +21,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fastdeploy_rl.board.board import Board, rank_lock_path
@@ -126,8 +126,11 @@ class DynamicWeightManager:
         source: WeightSource,
         config: ManagerConfig,
         observer: StepObserver | None = None,
+        await_loops: Callable[[], None] | None = None,
     ) -> None:
-        """`observer` hears of the steps of updates on this rank, on the thread that carries them out."""
+        """`await_loops`, on rank 0, where the engine's loop looks at the status word itself: called before that tells
+        how a command ended; returns when every rank's loop stands still for it. `observer` hears of the steps of
+        updates on this rank, on the thread that carries them out."""
         self.rank = rank
         self._board = board
         self._source = source
@@ -143,7 +146,7 @@ class DynamicWeightManager:
             num_threads=threads,
             num_staging_threads=config.staging_threads,
         )
-        self._observer = observer
+        self._observer, self._await_loops = observer, await_loops
         self._lock = OwnerLock(rank_lock_path(board.run_dir, rank))
         self._last_command = 0
         self._overdue_ns = 0
@@ -240,6 +243,7 @@ class DynamicWeightManager:
             has_checksums=self._config.has_checksums,
             on_fault=self._note_fault,
             wake=self._wake,
+            await_loops=self._await_loops,
         )
 
     def close(self) -> None:
@@ -311,6 +315,12 @@ class DynamicWeightManager:
     def bound_version(self) -> str:
         """What this rank's parameters are bound to, as text; empty for none."""
         return self._participant.live_version
+
+    def knock(self) -> None:
+        """On rank 0, where the engine is cleared and its loops look at the status word alone: if a command waits for
+        them, the word asks them to come."""
+        if self._coordinator is not None and self._participant.is_awaited:
+            self._coordinator.state.knock()
 
     def has_told(self, number: int) -> bool:
         """On rank 0: the outcome of command `number` is told, and the status word reads what is true since."""

@@ -1000,4 +1000,12 @@ MUTANTS = (
         "",
         f"{_VERIFY}::test_parameters_that_are_filled_are_bound_again_where_others_would_be_overwritten",
     ),
+    _mutant(
+        "word_tells_before_loops_came",
+        "the status word tells no outcome before every rank's loop stands still for it",
+        f"{_P}update/requests.py",
+        "            self._await_loops()",
+        "            pass",
+        f"{_SEAT}::test_a_word_that_is_refused_at_once_waits_until_every_loop_has_seen_it",
+    ),
 )

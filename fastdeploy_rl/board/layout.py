@@ -57,6 +57,8 @@ CALL_OFFSET = 0x2C00
 """Where ranks have no collectives of ours to tell each other what to run: a CallRecord, which rank 0 alone writes."""
 MEETINGS_OFFSET = 0x2F00
 """u64, one for each rank, which that rank alone writes: the last meeting between calls of rank 0 that it came to."""
+ATTENDING_OFFSET = 0x2F80
+"""u64, one for each rank, which that rank alone writes: 1 while its loop stands still for the status word."""
 REQUESTS_OFFSET = 0x3000
 REQUEST_IN_SLOT = 0x8
 FATE_IN_SLOT = 0x200
@@ -77,6 +79,10 @@ def request_offset(slot: int) -> int:
 
 def meeting_offset(rank: int) -> int:
     return MEETINGS_OFFSET + rank * 8
+
+
+def attending_offset(rank: int) -> int:
+    return ATTENDING_OFFSET + rank * 8
 
 
 def rank_offset(rank: int) -> int:

@@ -86,11 +86,13 @@ class Coordinator:
         has_checksums: bool = True,
         on_fault: Callable[[str], None],
         wake: Callable[[], None],
+        await_loops: Callable[[], None] | None = None,
     ) -> None:
-        """`is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
+        """`await_loops`: as LegacyRequest wants it, where loops that are not ours look at the word.
+        `is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
         ranks bring no sums, so that there are no receipts. `wake` is called when the engine's loop may go on."""
         self.state = EngineState(board)
-        self._wake_loop = wake
+        self._wake_loop, self._await_loops = wake, await_loops
         self._board = board
         self._source = source
         self._load_strategy = load_strategy
@@ -236,7 +238,7 @@ class Coordinator:
             return next_board_request(self._board)
         is_update = command is LegacyCommand.UPDATE
         allowed_s = self._deadlines.update_s if is_update else self._deadlines.clear_s
-        return LegacyRequest(command, self.state, _from_now(allowed_s))
+        return LegacyRequest(command, self.state, _from_now(allowed_s), self._await_loops)
 
     def _serve(self, request: CommandRequest) -> CommandOutcome:
         started = time.monotonic()

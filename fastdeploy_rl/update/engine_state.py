@@ -72,6 +72,8 @@ class EngineState:
         """What somebody put to sleep; no update brings it back before somebody wakes it."""
         self.newest_version = ""
         """Published, as far as is known."""
+        self._is_knocking = False
+        """The word asks loops that wait for nothing else to come for a command of the board."""
         self._brought: frozenset[Tag] = frozenset(Tag)
         self._live_since_ns = 0
         self._apply_mode = ""
@@ -401,7 +403,19 @@ class EngineState:
         with self._lock:
             self.command = command
             self.commands_done += 1
+            self._is_knocking = False
             self.show()
+
+    def knock(self) -> None:
+        """Until the command that is carried out is told, the word reads UPDATING in the place of CLEARED."""
+        with self._lock:
+            self._is_knocking = True
+            self.show()
+
+    def _wanted(self) -> LegacyStatus:
+        """What the word is to read."""
+        word = legacy_word(self.lifecycle, self._pending)
+        return LegacyStatus.UPDATING if self._is_knocking and word is LegacyStatus.CLEARED else word
 
     def has_told(self, command: int) -> bool:
         """Its outcome is known, and shown."""
@@ -430,7 +444,7 @@ class EngineState:
             last_version=self.last_version,
             content_digest=self.content_digest,
             source=self.source,
-            legacy_status=legacy_word(self.lifecycle, self._pending),
+            legacy_status=self._wanted(),
             pending=self._pending or 0,
             shown=layout.FOREIGN if self._shown is None else self._shown,
             is_serving=int(answer.is_served),
@@ -464,7 +478,7 @@ class EngineState:
         if it has the looks of something of ours by then."""
         if expected is None:
             return
-        wanted = legacy_word(self.lifecycle, self._pending)
+        wanted = self._wanted()
         found = self._weights_word.load() if wanted == expected else self._weights_word.exchange(expected, wanted)
         self._shown = wanted if found == expected else None
 

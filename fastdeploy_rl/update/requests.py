@@ -6,6 +6,7 @@ finished once, and a slot goes back to its client, or is free when that is dead 
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -46,7 +47,10 @@ class CommandRequest(Protocol):
 class LegacyRequest:
     """A value that a foreign process wrote into the status word."""
 
-    def __init__(self, command: LegacyCommand, state: EngineState, deadline_ns: int) -> None:
+    def __init__(
+        self, command: LegacyCommand, state: EngineState, deadline_ns: int, await_loops: Callable[[], None] | None
+    ) -> None:
+        """`await_loops`: returns when the ranks' loops have seen the word; it may read otherwise from then on."""
         self.kind = CommandKind.UPDATE if command is LegacyCommand.UPDATE else CommandKind.CLEAR
         self.version = ""
         self.is_forced = False
@@ -54,6 +58,7 @@ class LegacyRequest:
         self.options = CommandOptions()
         self.wakes_all = True
         self._state = state
+        self._await_loops = await_loops
 
     def begin(self, number: int) -> None:
         return None  # what stands in the word says it: it is taken again
@@ -62,6 +67,8 @@ class LegacyRequest:
         return None
 
     def finish(self, report: UpdateReport) -> None:
+        if self._await_loops is not None:
+            self._await_loops()
         self._state.end_legacy_command()
 
 

@@ -14,7 +14,9 @@ from types import TracebackType
 
 from fastdeploy_rl.board.board import Board, board_name
 from fastdeploy_rl.board.legacy import WEIGHTS_WORD, StatusWord, link_name
+from fastdeploy_rl.config import has_v1_updates
 from fastdeploy_rl.engines.fastdeploy.after_death import removed_after_death
+from fastdeploy_rl.engines.fastdeploy.attendance import Attendance, LoopWatch
 from fastdeploy_rl.engines.fastdeploy.boundary import Boundary
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings
 from fastdeploy_rl.errors import (
@@ -53,7 +55,9 @@ class Seat:
         self._last_number = 0
         self.stalled_s = 0.0
         """Of the commands run so far, in all."""
+        self._watch: LoopWatch | None = None
         self._board, self._boundary = self._meet_at_board()
+        self._attendance = Attendance(self._board, settings.rank)
 
     def _meet_at_board(self) -> tuple[Board, Boundary]:
         settings = self.settings
@@ -87,12 +91,20 @@ class Seat:
         the tree on every rank."""
         settings = self.settings
         source = registry.create(settings.load_strategy, self._source_config(runner))
+        looks_at_word = not has_v1_updates()
         self._manager = DynamicWeightManager(
-            runner=runner, board=self._board, rank=settings.rank, source=source, config=settings.manager_config
+            runner=runner,
+            board=self._board,
+            rank=settings.rank,
+            source=source,
+            config=settings.manager_config,
+            await_loops=self._await_loops if looks_at_word and settings.num_ranks > 1 else None,
         )
         self._stack.callback(self._manager.close)
         self._word = StatusWord(WEIGHTS_WORD, settings.own_port)
         self._stack.callback(self._word.close)
+        if looks_at_word and settings.rank == 0:
+            self._watch = self._stack.enter_context(LoopWatch(self._attendance, self._word, self._manager.knock))
         self._manager.start(None)
         self.ask(lambda client: client.update(deadline_s=settings.deadlines.update_s))
 
@@ -145,11 +157,14 @@ class Seat:
         """Stands still until the status word reads `wanted`, which is how FastDeploy's own loop goes on; runs what
         comes meanwhile. A trainer whose update was refused while nothing is live may write the word again: the
         engine waits for that as long as it lives, as FastDeploy's loop does."""
-        if self.settings.rank == 0:
-            with self._leading():
-                self._lead(lambda: self._word.load() == wanted, f"the status word to read {wanted.name}")
-        else:
-            self._follow()
+        with self._attendance.here():
+            if self.settings.rank == 0:
+                with self._leading():
+                    self._lead(lambda: self._word.load() == wanted, f"the status word to read {wanted.name}")
+            else:
+                self._follow()
+        if self._watch is not None:
+            self._watch.expected = wanted
         if self.settings.own_port != self.settings.port and self.settings.tp_rank == 0:
             self._word.store(wanted)  # of an engine beside the first one, under expert parallelism
 
@@ -225,6 +240,7 @@ class Seat:
                 continue
             if record.number > self._last_number:
                 self._run(record.number)  # too late: it says so, and leaves nothing half done
+            self._attendance.leave()
             self._meet_at_release()
             if record.error:
                 raise from_wire(record.error, record.reason)
@@ -250,7 +266,16 @@ class Seat:
             raise
         self._release(None)
 
+    def _await_loops(self) -> None:
+        """On the coordinator's thread, before the word tells an outcome. One that no loop looks at, as when it was made
+        anew, may not be waited for for long."""
+        try:
+            self._attendance.await_all(self.settings.deadlines.finish_s)
+        except DeadlineExceededError as late:
+            _log.warning("event=word_told_early reason=%r", str(late))
+
     def _release(self, failure: FastDeployRLError | None) -> None:
+        self._attendance.leave()
         self._boundary.release(self._last_number, failure)
         self._meet_at_release()
         self._boundary.leave()

@@ -3,8 +3,10 @@ runners stand in for FastDeploy's, and the status words for those that FastDeplo
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from fastdeploy_rl.board.legacy import WEIGHTS_WORD, WORDS, StatusWord, create_w
 from fastdeploy_rl.config import ABORT, KEEP
 from fastdeploy_rl.control.controller import EngineController
 from fastdeploy_rl.coverage import ParameterSpec
+from fastdeploy_rl.engines.fastdeploy import attendance
 from fastdeploy_rl.engines.fastdeploy.seat import Seat
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings, PluginOptions
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner, random_weights
@@ -134,9 +137,9 @@ def read_word(port: int) -> int:
         word.close()
 
 
-def await_word(port: int, value: LegacyStatus) -> None:
+def await_word(port: int, value: LegacyStatus, within_s: float = 10.0) -> None:
     word = StatusWord(WEIGHTS_WORD, port)
-    deadline_ns = time.monotonic_ns() + 10_000_000_000
+    deadline_ns = time.monotonic_ns() + int(within_s * 1e9)
     while (found := word.load()) != value:
         assert word.wait_change(found, deadline_ns), f"the word reads {found}, not {value}"
     word.close()
@@ -279,3 +282,91 @@ def test_without_words_there_is_no_engine(ranks: Ranks) -> None:
     with pytest.raises(EngineNotFoundError, match="model_weights_status"):
         Seat(ranks.settings(0))
     create_words(ranks.port)
+
+
+class WordLoops:
+    """Each rank's loop as FastDeploy's: it looks at the word, writes it back, lets its runner see to it, and then does
+    nothing but look until the word reads what it expects. `late`: seconds that a rank takes before it looks again."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._is_over = ranks, threading.Event()
+        self.late = [0.0] * NUM_RANKS
+        self.attended: list[tuple[int, str]] = []
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> "WordLoops":
+        self._looping = self._pool.submit(self._ranks.on_each, self._loop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._pool.shutdown()
+        self._looping.result(20)
+
+    def _loop(self, rank: int) -> None:
+        word = StatusWord(WEIGHTS_WORD, self._ranks.port)
+        with closing(word):
+            while not self._is_over.wait(0.002):
+                asked = word.load()
+                if asked not in (LegacyStatus.UPDATING, LegacyStatus.CLEARING):
+                    continue
+                time.sleep(self.late[rank])
+                word.store(LegacyStatus(asked))
+                while word.load() == asked and not self._is_over.is_set():
+                    wanted = LegacyStatus.NORMAL if asked == LegacyStatus.UPDATING else LegacyStatus.CLEARED
+                    self._ranks.seats[rank].attend_word(wanted)
+                    self.attended.append((rank, wanted.name))
+                    time.sleep(self.late[rank])
+                    while word.load() != wanted and not self._is_over.is_set():
+                        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("late", range(NUM_RANKS))
+def test_a_word_that_is_refused_at_once_waits_until_every_loop_has_seen_it(
+    ranks: Ranks, publisher: WeightPublisher, late: int
+) -> None:
+    """Or one of the ranks would stand still for it alone."""
+    weights = publish(publisher, 1)
+    ranks.open()
+    with WordLoops(ranks) as loops:
+        loops.late[late] = 0.05
+        for _ in range(3):
+            write_word(ranks.port, LegacyStatus.UPDATING)  # version 1 is live already: no rank need do anything
+            await_word(ranks.port, LegacyStatus.NORMAL)
+            time.sleep(0.2)  # a trainer's own work
+    assert Counter(rank for rank, _ in loops.attended) == dict.fromkeys(range(NUM_RANKS), 3)
+    assert ranks.holds(weights)
+
+
+def test_a_loop_that_missed_the_value_it_waits_for_is_shown_it_again(
+    ranks: Ranks, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_PATIENCE_S", 0.3)
+    publish(publisher, 1)
+    ranks.open()
+    weights = publish(publisher, 2)
+    with WordLoops(ranks) as loops:
+        loops.late[1] = 0.2
+        write_word(ranks.port, LegacyStatus.CLEARING)
+        await_word(ranks.port, LegacyStatus.CLEARED)
+        loops.late[1] = 0.0
+        write_word(ranks.port, LegacyStatus.UPDATING)  # before rank 1 has seen CLEARED
+        await_word(ranks.port, LegacyStatus.NORMAL, within_s=9.0)
+    assert ranks.holds(weights)
+
+
+def test_an_update_over_the_board_is_let_in_to_loops_that_wait_for_the_word(
+    ranks: Ranks, publisher: WeightPublisher
+) -> None:
+    """And brings the version that was asked for, though there is a newer one."""
+    publish(publisher, 1)
+    ranks.open()
+    with WordLoops(ranks), EngineController(ranks.port) as engine:
+        write_word(ranks.port, LegacyStatus.CLEARING)
+        await_word(ranks.port, LegacyStatus.CLEARED)
+        time.sleep(0.1)  # a trainer's own work
+        weights = publish(publisher, 2)
+        assert engine.update("1.2").version == "1.2"
+        await_word(ranks.port, LegacyStatus.NORMAL)
+        assert engine.status().version == "1.2"
+    assert ranks.holds(weights)

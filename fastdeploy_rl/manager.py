@@ -38,6 +38,7 @@ from fastdeploy_rl.config import (
     Deadlines,
     check_checksums,
 )
+from fastdeploy_rl.coverage import Coverage
 from fastdeploy_rl.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -241,6 +242,7 @@ class DynamicWeightManager:
             deadlines=self._config.deadlines,
             is_restarted_on_death=self._config.is_restarted_on_death,
             has_checksums=self._config.has_checksums,
+            replicated=_replicated(self._state.runner),
             on_fault=self._note_fault,
             wake=self._wake,
             await_loops=self._await_loops,
@@ -487,3 +489,9 @@ def _yield_to_decoding() -> None:
     thread = threading.get_native_id()
     niceness = os.getpriority(os.PRIO_PROCESS, thread) + _STAGING_NICENESS
     os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _LEAST_PRIORITY))
+
+
+def _replicated(runner: ModelRunner) -> frozenset[str]:
+    """Parameters that an update brings, and every rank has all of."""
+    specs = runner.parameters() if runner.num_ranks > 1 else ()
+    return frozenset(spec.name for spec in specs if spec.coverage is Coverage.UPDATED and spec.shard_axis is None)

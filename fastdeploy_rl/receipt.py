@@ -6,6 +6,7 @@ reads must give the manifest's checksum; a receipt's content digest is computed 
 nothing of memory, ranks' processes or boards."""
 
 import functools
+from collections.abc import Collection
 
 import msgspec
 from msgspec import structs
@@ -49,11 +50,14 @@ def sum_reads(parts: list[RankReceipt]) -> dict[str, Fletcher4]:
     }
 
 
-def merge(parts: list[RankReceipt], *, source: str, layout_digest: str) -> Receipt:
-    """One receipt of all ranks' parts, in rank order. ChecksumMismatchError where ranks speak of different versions."""
+def merge(parts: list[RankReceipt], *, source: str, layout_digest: str, replicated: Collection[str] = ()) -> Receipt:
+    """One receipt of all ranks' parts, in rank order. `replicated`: parameters of which every rank has all, though one
+    rank's read stands for them. ChecksumMismatchError where ranks speak of different versions, or have them
+    otherwise."""
     versions = {part.version for part in parts}
     if len(versions) != 1:
         raise ChecksumMismatchError(f"ranks hold different versions: {sorted(versions)}; update the engine again")
+    _check_replicas(parts, replicated)
     sums = sum_reads(parts)
     return Receipt(
         version=parts[0].version,
@@ -62,6 +66,21 @@ def merge(parts: list[RankReceipt], *, source: str, layout_digest: str) -> Recei
         read={name: value.hex() for name, value in sums.items()},
         live=_live(parts),
     )
+
+
+def _check_replicas(parts: list[RankReceipt], replicated: Collection[str]) -> None:
+    first = parts[0].live
+    wrong = [
+        f"{name} on rank {part.rank}"
+        for part in parts[1:]
+        for name in sorted(replicated)
+        if part.live.get(name) != first.get(name)
+    ]
+    if wrong:
+        raise ChecksumMismatchError(
+            f"version {parts[0].version}: ranks read other bytes than rank 0 of what each of them holds whole: "
+            f"{', '.join(wrong[:20])}{f' and {len(wrong) - 20} more' if len(wrong) > 20 else ''}; publish again"
+        )
 
 
 def with_live(receipt: Receipt, parts: list[RankReceipt]) -> Receipt:

@@ -1008,4 +1008,12 @@ MUTANTS = (
         "            pass",
         f"{_SEAT}::test_a_word_that_is_refused_at_once_waits_until_every_loop_has_seen_it",
     ),
+    _mutant(
+        "replicas_not_compared",
+        "what every rank holds whole is the same on every rank, though one rank's read is counted",
+        _RECEIPT,
+        "        if part.live.get(name) != first.get(name)",
+        "        if False",
+        f"{_FAULTY}::test_a_fault_at_one_rank_leaves_every_rank_on_its_version[bytes of a replica differ-alias]",
+    ),
 )

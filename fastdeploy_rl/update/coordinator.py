@@ -84,20 +84,21 @@ class Coordinator:
         deadlines: Deadlines,
         is_restarted_on_death: bool,
         has_checksums: bool = True,
+        replicated: frozenset[str] = frozenset(),
         on_fault: Callable[[str], None],
         wake: Callable[[], None],
         await_loops: Callable[[], None] | None = None,
     ) -> None:
         """`await_loops`: as LegacyRequest wants it, where loops that are not ours look at the word.
         `is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
-        ranks bring no sums, so that there are no receipts. `wake` is called when the engine's loop may go on."""
+        ranks bring no sums, so that there are no receipts. `replicated`: parameters of which every rank has all. `wake` is called when the engine's loop may go on."""
         self.state = EngineState(board)
         self._wake_loop, self._await_loops = wake, await_loops
         self._board = board
         self._source = source
         self._load_strategy = load_strategy
         self._deadlines = deadlines
-        self._has_checksums = has_checksums
+        self._has_checksums, self._replicated = has_checksums, replicated
         self._on_fault = on_fault
         files = RankFiles(board.run_dir)
         self._chronicle = Chronicle(board, files, self.state)
@@ -110,6 +111,7 @@ class Coordinator:
             deadlines,
             is_restarted_on_death=is_restarted_on_death,
             has_checksums=has_checksums,
+            replicated=replicated,
         )
         self._standby = Standby(self.state, self._conductor, self._chronicle, rendezvous, quiet_s=deadlines.quiet_s)
         self._newest = NewestVersion(source, self.state.note_newest, deadlines.resolve_s)
@@ -354,7 +356,12 @@ class Coordinator:
         self._chronicle.tell_staged(request, str(resolved.version), parts)
         if not self._has_checksums:
             return None
-        merged = merge(receipts_of(parts), source=self._load_strategy, layout_digest=manifest.layout_digest)
+        merged = merge(
+            receipts_of(parts),
+            source=self._load_strategy,
+            layout_digest=manifest.layout_digest,
+            replicated=self._replicated,
+        )
         check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
         return merged
 

@@ -38,8 +38,9 @@ class Recovery:
         *,
         is_restarted_on_death: bool,
         has_checksums: bool = True,
+        replicated: frozenset[str] = frozenset(),
     ) -> None:
-        self._has_checksums = has_checksums
+        self._has_checksums, self._replicated = has_checksums, replicated
         self._rendezvous = rendezvous
         self._conductor = conductor
         self._source = source
@@ -132,7 +133,8 @@ class Recovery:
             layout_digest = self._source.resolve(version, deadline_ns=deadline_ns).manifest.layout_digest
 
         def check_staged(parts: list[RankPart]) -> Receipt:
-            merged = merge(receipts_of(parts), source=committed.source, layout_digest=layout_digest)
+            receipts = receipts_of(parts)
+            merged = merge(receipts, source=committed.source, layout_digest=layout_digest, replicated=self._replicated)
             if merged.content_digest != committed.content_digest:
                 raise ChecksumMismatchError(f"the ranks do not hold version {version} as it was committed")
             return merged

@@ -52,6 +52,12 @@ def flip_in_the_half_of_rank_1(manifest: Manifest) -> Corrupt:
     return Corrupt(tensor.parts[0].segment, tensor.parts[0].offset + tensor.num_bytes // 2 + 1)
 
 
+def flip_in_what_both_ranks_read(manifest: Manifest) -> Corrupt:
+    """Whole, each for itself; rank 0's read is the one that is counted."""
+    tensor = next(tensor for tensor in manifest.tensors if tensor.name == "norm")
+    return Corrupt(tensor.parts[0].segment, tensor.parts[0].offset)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Manifest], Fault], type[FastDeployRLError], str]] = {
     "resolve fails": ("resolve", lambda _: Fail(NoSpaceError("disk on fire")), NoSpaceError, "rank 1.*on fire"),
     "stage fails": ("stage", lambda _: Fail(NoSpaceError("disk on fire")), NoSpaceError, "rank 1.*on fire"),
@@ -61,6 +67,12 @@ FAULTS: dict[str, tuple[str, Callable[[Manifest], Fault], type[FastDeployRLError
         flip_in_the_half_of_rank_1,
         ChecksumMismatchError,
         "from what was published: embed",
+    ),
+    "bytes of a replica differ": (
+        "stage",
+        flip_in_what_both_ranks_read,
+        ChecksumMismatchError,
+        "what each of them holds whole: norm on rank 1",
     ),
     "source vanishes": ("stage", lambda _: Vanish(), NoPublicationError, "rank 1.*vanished"),
     "stage is late": ("stage", lambda _: Delay(threading.Event()), DeadlineExceededError, "STAGED|stood still"),

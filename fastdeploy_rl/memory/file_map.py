@@ -69,9 +69,13 @@ def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], a
 class FileMap:
     """One safetensors file, mapped read-only. Arrays taken from it keep the mapping alive after `close`."""
 
-    def __init__(self, path: Path, mapping: _native.Mapping, tensors: dict[str, StoredTensor]) -> None:
+    def __init__(
+        self, path: Path, mapping: _native.Mapping, tensors: dict[str, StoredTensor], metadata: dict[str, str]
+    ) -> None:
+        """`metadata`: what its writer said beside the tensors; what is no text is left out."""
         self.path = path
         self.tensors = tensors
+        self.metadata = metadata
         self._mapping: _native.Mapping | None = mapping
 
     @classmethod
@@ -83,8 +87,8 @@ class FileMap:
             raise CheckpointError(f"{path!s:.500}: {error.strerror}") from error
         try:
             file_bytes = os.fstat(descriptor).st_size
-            tensors = _read_header(path, descriptor, file_bytes)
-            return cls(path, _native.Mapping.map_fd(descriptor, file_bytes, writable=False), tensors)
+            tensors, metadata = _read_header(path, descriptor, file_bytes)
+            return cls(path, _native.Mapping.map_fd(descriptor, file_bytes, writable=False), tensors, metadata)
         finally:
             os.close(descriptor)
 
@@ -107,7 +111,7 @@ class FileMap:
         self.close()
 
 
-def _read_header(path: Path, descriptor: int, file_bytes: int) -> dict[str, StoredTensor]:
+def _read_header(path: Path, descriptor: int, file_bytes: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Read, not mapped: a file that somebody cuts meanwhile is then an error and not the end of this process."""
     if file_bytes < _LENGTH_BYTES:
         raise CheckpointError(f"{path}: truncated: {file_bytes} bytes, a safetensors file has at least {_LENGTH_BYTES}")
@@ -118,9 +122,11 @@ def _read_header(path: Path, descriptor: int, file_bytes: int) -> dict[str, Stor
             f"{path}: truncated or no safetensors file: header of {header_bytes} bytes, file of {file_bytes}"
         )
     header = _decoded(path, os.pread(descriptor, header_bytes, _LENGTH_BYTES))
+    metadata = header.pop("__metadata__", None)
     tensors = {name: _read_entry(path, name, entry, start, file_bytes) for name, entry in header.items()}
     _refuse_overlap(path, tensors.values())
-    return tensors
+    said = metadata.items() if isinstance(metadata, dict) else ()
+    return tensors, {key: text for key, text in said if isinstance(text, str)}
 
 
 def _decoded(path: Path, text: bytes) -> dict[str, Any]:
@@ -132,7 +138,6 @@ def _decoded(path: Path, text: bytes) -> dict[str, Any]:
         header = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not a JSON object: {error!s:.500}") from error
-    header.pop("__metadata__", None)
     return header
 
 

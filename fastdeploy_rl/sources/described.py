@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,14 +30,17 @@ from fastdeploy_rl.errors import (
     DeadlineExceededError,
     ManifestError,
     NoPublicationError,
+    TrainerError,
+    VersionFormatError,
 )
 from fastdeploy_rl.manifest import Manifest, build_manifest
 from fastdeploy_rl.memory.private_directory import check_private_directory, open_private_directory
 from fastdeploy_rl.publish.channel import Channel, Latest
 from fastdeploy_rl.sources.base import ResolvedPublication, SourceConfig
-from fastdeploy_rl.sources.describing import FoundFiles, describe, identities
+from fastdeploy_rl.sources.describing import FoundFiles, check_unchanged, describe, identities
 from fastdeploy_rl.sources.fetching import FetchingSource
-from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, WantedVersion, version_written_ns, wanted_version
+from fastdeploy_rl.sources.file_ages import FileAges
+from fastdeploy_rl.sources.version_file import WantedVersion, uncounted_epoch, version_written_ns, wanted_version
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.files import FileIdentity, FileTransport, OfferedFiles
 from fastdeploy_rl.version import WeightVersion
@@ -59,7 +63,8 @@ class DescribedFiles:
         self._find = find
         self._where = where
         self._describing = threading.Lock()
-        self._warned: FileIdentity | None = None
+        self._ages = FileAges()
+        self._just_read: WeightVersion | None = None
 
     def offer(self, version: WeightVersion | None, deadline_ns: int) -> OfferedFiles:
         """The files that are there, with their manifest: rank 0 makes it, where it is not known, the others take it.
@@ -71,7 +76,8 @@ class DescribedFiles:
         check_not_open_to_all(found.directory, found.names)
         files = identities(found)
         if found.memory is None:
-            own = self._version_of(found, files)
+            stated = self._stated(found)
+            own = stated or self._newest(files)
             if version is not None and version != own:
                 raise _not_to_be_had(version, found, own)
         # Nobody reads all bytes beside another who does.
@@ -79,7 +85,7 @@ class DescribedFiles:
             raise DeadlineExceededError(f"no time left to look at {found.directory}, which is being described")
         try:
             if found.memory is None:
-                manifest, digest = self._described(found, files, own, deadline_ns)
+                manifest, digest = self._described(found, files, stated, deadline_ns)
             else:
                 manifest, digest = self._described_memory(found, files, version, deadline_ns)
         finally:
@@ -91,74 +97,110 @@ class DescribedFiles:
         """What was described as that version is read again when next asked for. Rank 0 only; others do nothing."""
         if self._config.rank:
             return
+        self._just_read = None
         store = self._store()
+        kept = store.manifest_files()
         for name in _sets(store):
-            if _record_version(store, name) in (None, str(version)):
+            record = _record(store, name)
+            if record is None:
                 store.remove_file(name)
+            elif record.version == str(version) and record.file in kept:
+                store.remove_file(record.file)  # its number stays, so that nothing else is given it
 
-    def _version_of(self, found: FoundFiles, files: Sequence[FileIdentity]) -> WeightVersion:
-        """What a version file says, beside the files or in the model directory; else when the newest of them was
-        written, so that newer files are a newer version."""
-        newest = max(files, key=lambda file: file.mtime_ns)
-        return self._stated(found, newest) or WeightVersion(UNCOUNTED_EPOCH, newest.mtime_ns)
+    def _newest(self, files: Sequence[FileIdentity]) -> WeightVersion:
+        """Where nothing says which version files are: when the newest of them was written, so that newer files are a
+        newer version."""
+        return WeightVersion(self._epoch(), max(file.mtime_ns for file in files))
 
-    def _stated(self, found: FoundFiles, newest: FileIdentity | None = None) -> WeightVersion | None:
-        """What a version file says. `newest`: a file that should not be newer."""
+    def _stated(self, found: FoundFiles) -> WeightVersion | None:
+        """What a version file says, beside the files or in the model directory."""
+        wanted = self._wanted(found)[0]
+        return wanted.in_epoch(self._epoch()) if wanted is not None else None
+
+    def _wanted(self, found: FoundFiles) -> tuple[WantedVersion | None, int]:
+        """And when that was written."""
         for directory in (found.directory, self._config.model_dir):
             written_ns = version_written_ns(directory)  # looked at first: it may be replaced in between
             wanted = wanted_version(directory)
             if wanted is not None:
-                if newest is not None and written_ns < newest.mtime_ns:
-                    self._warn(newest, wanted)
-                return wanted.in_epoch(UNCOUNTED_EPOCH)
-        return None
+                return wanted, written_ns
+        return None, 0
 
-    def _warn(self, newest: FileIdentity, wanted: WantedVersion) -> None:
-        """Once for each state of the files: whoever writes the version last is not done, and some may be older ones."""
-        if self._config.rank or newest == self._warned:
-            return
-        self._warned = newest
-        _log.warning(
-            "version=%s event=files_newer_than_version file=%s newer_than=%s reason='the files may be of another step, "
-            "or of two; where the version is written last, update again when it was'",
-            *(wanted.text, newest.name, wanted.path),
-        )
+    def _epoch(self) -> int:
+        return uncounted_epoch(self._config.channel)
+
+    def _tell_ages(self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion) -> None:
+        wanted, written_ns = self._wanted(found)
+        if wanted is not None and not self._config.rank:
+            self._ages.look(files, version, wanted, written_ns)
+
+    def _check_stated(self, found: FoundFiles, stated: WeightVersion | None) -> None:
+        """After the files were read, and are those that they were before: so they were there with that version."""
+        now = self._stated(found)
+        if now != stated:
+            raise NoPublicationError(
+                f"the version of the files in {found.directory} changed from {stated or 'none'} to {now or 'none'} "
+                "while they were looked at: they may be of either; update again"
+            )
 
     def _described(
-        self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion, deadline_ns: int
+        self, found: FoundFiles, files: Sequence[FileIdentity], stated: WeightVersion | None, deadline_ns: int
     ) -> tuple[Manifest, str]:
+        version = stated or self._newest(files)
+        self._tell_ages(found, files, version)
         store, name = self._store(), f"SET-{_key(found, files)}"
         known = self._known(store, name)
         if known is not None and known[0].weight_version == version:
             return known
         if self._config.rank:
             raise _not_described(found, version)
+        _check_steps(found, stated)
         if known is not None:
             manifest = known[0]
         else:
             manifest = describe(found, files, version, self._config.num_threads, deadline_ns)
+        check_unchanged(found, files)
+        self._check_stated(found, stated)
         # Of the same files under another version the bytes are known.
         return _keep(store, name, _as_version(manifest, version))
 
     def _described_memory(
         self, found: FoundFiles, files: Sequence[FileIdentity], version: WeightVersion | None, deadline_ns: int
     ) -> tuple[Manifest, str]:
-        """Whoever asks for the newest has it read, since nothing but its bytes says whether it is another. That version
-        is then known by its number; without a version file, other bytes have the next."""
+        """Rank 0 reads it for whoever asks, since nothing but its bytes says whether it is another version; but not
+        again for its own part in the update that it was just read for."""
         store, name = self._store(), f"SET-{_key(found, files)}"
-        known, stated = self._known(store, name), self._stated(found)
-        if known is not None and (known[0].weight_version == version or (version is None and self._config.rank)):
+        known = self._known(store, name)
+        just_read, self._just_read = self._just_read, None
+        if known is not None and version == known[0].weight_version and (self._config.rank or version == just_read):
+            return known
+        if known is not None and version is None and self._config.rank:
             return known
         if self._config.rank:
             raise _not_described(found, version)
-        newest = WeightVersion(UNCOUNTED_EPOCH, max(file.mtime_ns for file in files))
-        if version is not None and version != stated:
-            raise _not_to_be_had(version, found, stated or (known[0].weight_version if known is not None else newest))
+        stated, newest = self._stated(found), self._newest(files)
+        own = stated or (known[0].weight_version if known is not None else newest)
+        if version not in (None, own):
+            raise _not_to_be_had(version, found, own)
         manifest = describe(found, files, stated or newest, self._config.num_threads, deadline_ns)
-        if stated is None and known is not None:
-            is_same = manifest.content_digest == known[0].content_digest
-            manifest = _as_version(manifest, known[0].weight_version if is_same else _next(known[0], newest))
-        return _keep(store, name, manifest)
+        self._check_stated(found, stated)
+        former = known[0] if known is not None else None
+        manifest = self._counted(store, manifest, former) if stated is None else manifest
+        if former is not None and stated == former.weight_version and not _is_same(manifest, former):
+            raise _same_number(stated, self._wanted(found)[0])
+        kept = _keep(store, name, manifest)
+        if version not in (None, manifest.weight_version):
+            raise _not_to_be_had(version, found, manifest.weight_version)
+        self._just_read = manifest.weight_version
+        return kept
+
+    def _counted(self, store: Channel, manifest: Manifest, former: Manifest | None) -> Manifest:
+        """The same bytes have the same number, others the next, also after `forget`."""
+        version = manifest.weight_version
+        if former is not None and _is_same(manifest, former) and former.weight_version.epoch == version.epoch:
+            return _as_version(manifest, former.weight_version)
+        given = [WeightVersion.parse(record.version) for record in map(partial(_record, store), _sets(store)) if record]
+        return _as_version(manifest, max([version, *(_after(each) for each in given)]))
 
     def _known(self, store: Channel, name: str) -> tuple[Manifest, str] | None:
         """What rank 0 wrote down before. ManifestError for another rank where that is damaged."""
@@ -202,10 +244,38 @@ def _as_version(manifest: Manifest, version: WeightVersion) -> Manifest:
     return build_manifest(version, manifest.layout, manifest.segments, manifest.tensors, manifest.aliases)
 
 
-def _next(known: Manifest, newest: WeightVersion) -> WeightVersion:
-    """After the one that is known, and no older than the files."""
-    version = known.weight_version
-    return max(newest, WeightVersion(version.epoch, version.step + 1))
+def _after(version: WeightVersion) -> WeightVersion:
+    return WeightVersion(version.epoch, version.step + 1)
+
+
+def _is_same(manifest: Manifest, other: Manifest) -> bool:
+    return manifest.content_digest == other.content_digest
+
+
+def _check_steps(found: FoundFiles, stated: WeightVersion | None) -> None:
+    """NoPublicationError where files say themselves that they are of several steps, or of another than is stated."""
+    steps = found.read_steps()
+    said = {name: step for name, step in steps.items() if step is not None}
+    if not said:
+        return
+    expected = stated.step if stated is not None else next(iter(said.values()))
+    for name, step in steps.items():
+        if step != expected:
+            source = "its version file" if stated is not None else next(iter(said))
+            text = "does not say its step" if step is None else f"says that it is step {step}"
+            _log.warning("event=mixed_steps file=%s step=%s expected=%s", found.directory / name, step, expected)
+            raise NoPublicationError(
+                f"{found.directory / name} {text}, {source} says {expected}: files of two versions are mixed, or their "
+                "trainer is not done (yet); update again when it is"
+            )
+
+
+def _same_number(stated: WeightVersion, wanted: WantedVersion | None) -> TrainerError:
+    path = wanted.path if wanted is not None else "version.yaml"
+    return TrainerError(
+        f"{path} still says version {stated}, but the tensors have other bytes than those that were given that number: "
+        "let the trainer write the step before it updates engines, or remove that file, and versions are counted"
+    )
 
 
 def check_not_open_to_all(directory: Path, names: Sequence[str]) -> None:
@@ -257,11 +327,13 @@ def _read_record(store: Channel, name: str) -> Latest | None:
         raise ManifestError(f"{store.path / name} is malformed: {error!s:.500}; remove it") from error
 
 
-def _record_version(store: Channel, name: str) -> str | None:
+def _record(store: Channel, name: str) -> Latest | None:
     """None for a record that says nothing."""
-    with contextlib.suppress(ManifestError):
+    with contextlib.suppress(ManifestError, VersionFormatError):
         record = _read_record(store, name)
-        return record.version if record is not None else None
+        if record is not None:
+            WeightVersion.parse(record.version)
+        return record
     return None
 
 

@@ -53,13 +53,15 @@ class FoundMemory(NamedTuple):
 class FoundFiles:
     """Files that together are one version, found and not read. `read_layout` reads their headers; it raises
     TrainerError or CheckpointError where they are not what they should be. `how`: what the layout depends on beside the
-    files, as text. `memory`: where the bytes lie elsewhere."""
+    files, as text. `memory`: where the bytes lie elsewhere. `read_steps`: what each file says itself of which step it
+    is; None where it says nothing."""
 
     directory: Path
     names: tuple[str, ...]
     read_layout: Callable[[], FileLayout]
     how: str
     memory: FoundMemory | None = None
+    read_steps: Callable[[], Mapping[str, int | None]] = lambda: MappingProxyType({})
 
 
 def identities(found: FoundFiles) -> tuple[FileIdentity, ...]:
@@ -76,6 +78,12 @@ def identities_in(directory: Path, names: Sequence[str]) -> tuple[FileIdentity, 
         except OSError as error:
             raise NoPublicationError(f"{directory / name}: {error.strerror}; update again") from error
     return tuple(files)
+
+
+def check_unchanged(found: FoundFiles, files: Sequence[FileIdentity]) -> None:
+    """NoPublicationError where a file is another one, or has other contents, than when `files` were looked at."""
+    if identities(found) != tuple(files):
+        raise NoPublicationError(f"files in {found.directory} changed while they were read; update again")
 
 
 class _Piece(NamedTuple):
@@ -98,8 +106,7 @@ def describe(
     layout = found.read_layout()
     with _reading(found, files, num_threads) as open_fetch:
         totals = _totals(found, layout, open_fetch, num_threads, deadline_ns)
-    if identities(found) != tuple(files):
-        raise NoPublicationError(f"files in {found.directory} changed while they were read; update again")
+    check_unchanged(found, files)
     segments = found.memory.segments if found.memory is not None else [_segment(file) for file in files]
     summed = [msgspec.structs.replace(tensor, checksum=totals[tensor.name].hex()) for tensor in layout.tensors]
     manifest = build_manifest(version, layout.layout, segments, summed, layout.aliases)

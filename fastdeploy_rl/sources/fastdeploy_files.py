@@ -47,6 +47,9 @@ _PART = r"[0-9]{1,6}"
 _NAME = re.compile(rf"model_state\.tp(?P<rank>{_RANK})\.(?P<gpu>{_GPU})(\.part(?P<part>{_PART}))?\.pdparams", re.ASCII)
 _LEGACY_NAME = re.compile(rf"model_state\.tp0(?P<gpu>{_GPU})\.pdparams", re.ASCII)
 _MAX_ENTRIES = 10_000
+_STEP = "step"
+"""The key in a safetensors header under which a writer says which step the file is."""
+_NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
 
 
 class _Kind(IntEnum):
@@ -91,7 +94,8 @@ def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
         ranks = [_of_rank(directory, of_kind, rank, gpus) for rank in range(config.num_ranks)]
     names = tuple(name for files in ranks for name in files)
     how = msgspec.json.encode(["fastdeploy", ranks, config.parameters]).decode()
-    return FoundFiles(directory, names, partial(_read_layout, directory, ranks, config), how)
+    layout, steps = partial(_read_layout, directory, ranks, config), partial(_read_steps, directory, names)
+    return FoundFiles(directory, names, layout, how, read_steps=steps)
 
 
 def _list(directory: Path) -> list[_Named]:
@@ -227,14 +231,30 @@ def _slice(stored: StoredTensor, number: int) -> Slice:
     return Slice(stored.dtype, stored.shape, number, stored.offset)
 
 
-def _contents(path: Path) -> SavedTensors:
-    """A file's tensors, and further names of the same. CheckpointError for what is neither format."""
+def _read_steps(directory: Path, names: Sequence[str]) -> dict[str, int | None]:
+    return {name: _step_in(directory / name) for name in names}
+
+
+def _step_in(path: Path) -> int | None:
+    """What a writer of ours says in the header. Pickles have no place for it."""
+    if _is_pickle(path):
+        return None
+    with FileMap.open(path) as file:
+        text = file.metadata.get(_STEP, "")
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def _is_pickle(path: Path) -> bool:
     try:
         with open(open_regular(path), "rb") as file:
-            first = file.read(SIGNATURE_BYTES)
+            return is_saved_state(file.read(SIGNATURE_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    if is_saved_state(first):
+
+
+def _contents(path: Path) -> SavedTensors:
+    """A file's tensors, and further names of the same. CheckpointError for what is neither format."""
+    if _is_pickle(path):
         return read_saved_file(path)
     with FileMap.open(path) as file:
         return SavedTensors(file.tensors, {})

@@ -28,7 +28,7 @@ from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, FoundMemory, identities_in
 from fastdeploy_rl.sources.rank_gpus import RankGpu, rank_gpus
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
-from fastdeploy_rl.sources.version_file import UNCOUNTED_EPOCH, wanted_version
+from fastdeploy_rl.sources.version_file import uncounted_epoch, wanted_version
 from fastdeploy_rl.transport.device_memory import DeviceAllocation, DeviceReader, DeviceRun, DeviceSegment
 from fastdeploy_rl.transport.files import FileIdentity
 from fastdeploy_rl.version import WeightVersion
@@ -47,17 +47,18 @@ class IpcMetasSource(DescribedSource):
     def __init__(self, config: SourceConfig, metas_dir: Path) -> None:
         super().__init__(config, partial(find_ipc_metas, metas_dir, config), f"{metas_dir} (no {metas_name('GPU')})")
         self._places = metas_dir, config.model_dir
+        self._channel = config.channel
 
     def current_epoch(self, *, deadline_ns: int) -> int:
-        """Nobody counts epochs. NoPublicationError where there are no files."""
+        """The channel's, since nobody counts them here. NoPublicationError where there are no files."""
         self._check_there()
-        return UNCOUNTED_EPOCH
+        return uncounted_epoch(self._channel)
 
     def newest_version(self, *, deadline_ns: int) -> WeightVersion | None:
         """What `version.yaml` says; without one it cannot be said without reading all bytes."""
         self._check_there()
         wanted = next(filter(None, map(wanted_version, self._places)), None)
-        return wanted.in_epoch(UNCOUNTED_EPOCH) if wanted is not None else None
+        return wanted.in_epoch(uncounted_epoch(self._channel)) if wanted is not None else None
 
     def _check_there(self) -> None:
         if not has_ipc_metas(self._places[0]):

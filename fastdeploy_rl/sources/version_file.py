@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fastdeploy_rl.errors import VersionFormatError
 from fastdeploy_rl.memory.regular_file import read_regular
+from fastdeploy_rl.publish.channel import Channel
 from fastdeploy_rl.version import WeightVersion
 
 UNCOUNTED_EPOCH = 1
@@ -22,6 +23,12 @@ _YAML, _TEXT = "version.yaml", "version.txt"
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
 _VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)
 _BARE = re.compile(r"[0-9]+", re.ASCII)
+
+
+def uncounted_epoch(channel: Path) -> int:
+    """Of steps that come without one: the channel's present epoch, so that a trainer may change over from publishing
+    there to files of its own; UNCOUNTED_EPOCH where nobody published there. SegmentError where its file is damaged."""
+    return max(Channel(channel).read_epoch(), UNCOUNTED_EPOCH)
 
 
 class WantedVersion(NamedTuple):

@@ -354,6 +354,24 @@ def test_ranks_of_two_versions_are_told_by_what_is_not_split(places: Places) -> 
     assert_refused(places, TrainerError, "'norm' has different values in .*tp0.* and in .*tp1")
 
 
+def say_step(path: Path, text: str) -> None:
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:start]) | {"__metadata__": {"step": text}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+
+
+def test_files_whose_headers_say_another_step_are_refused_where_no_tensor_shows_it(places: Places) -> None:
+    write_ranks(places, in_one_file, 1, step=2)
+    paths = [places.model / file_name(rank, rank) for rank in range(2)]
+    for path, step in zip(paths, "21", strict=True):
+        say_step(path, step)
+    assert_refused(places, NoPublicationError, rf"{paths[1]} says that it is step 1, its version file says 2")
+    assert os.listdir(places.channel / "described") == []
+    say_step(paths[1], "2")
+    assert_taken(places, 1)
+
+
 def test_a_tied_name_may_be_there_too(places: Places) -> None:
     for rank in range(2):
         in_one_file(places, rank, slices(rank) | {"head": slices(rank)["embed"]})

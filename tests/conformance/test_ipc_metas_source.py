@@ -171,6 +171,55 @@ def test_the_version_is_the_one_that_the_trainer_wrote_down(
         assert taken(source) == (WeightVersion(1, step), as_bytes(weights(step)))
 
 
+def described_in(source_config: SourceConfig) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (source_config.channel / "described").iterdir()}
+
+
+def test_other_bytes_under_the_number_of_former_ones_are_refused_until_the_trainer_numbers_them(
+    trainer: FastDeployTrainer, source: WeightSource, metas: Path, one_rank: SourceConfig
+) -> None:
+    trainer.write(metas / metas_name(0), weights(1))
+    write_version(metas, 7)
+    assert taken(source)[0] == WeightVersion(1, 7)
+    before = described_in(one_rank)
+    trainer.overwrite(metas / metas_name(0), weights(2))
+    for version in (None, WeightVersion(1, 7)):
+        with pytest.raises(TrainerError, match=rf"{metas / 'version.yaml'} still says version 1\.7.*other bytes"):
+            source.resolve(version, deadline_ns=soon())
+    assert described_in(one_rank) == before
+    write_version(metas, 8)
+    assert taken(source) == (WeightVersion(1, 8), as_bytes(weights(2)))
+
+
+def test_bytes_that_were_not_what_was_read_leave_their_number_to_the_trainer(
+    trainer: FastDeployTrainer, source: WeightSource, metas: Path
+) -> None:
+    """Nobody ever had them: they were read while the trainer wrote."""
+    trainer.write(metas / metas_name(0), weights(1))
+    write_version(metas, 7)
+    torn = source.resolve(None, deadline_ns=soon())
+    trainer.overwrite(metas / metas_name(0), weights(2))
+    source.discredit(torn)
+    assert taken(source) == (WeightVersion(1, 7), as_bytes(weights(2)))
+
+
+def test_a_number_that_was_counted_is_given_to_nothing_else(
+    trainer: FastDeployTrainer, source: WeightSource, metas: Path
+) -> None:
+    """By whoever asks for it, and after what it was given to turned out to be something else."""
+    trainer.write(metas / metas_name(0), weights(1))
+    first = taken(source)[0]
+    assert source.resolve(first, deadline_ns=soon()).version == first  # rank 0's own part in the same update
+    trainer.overwrite(metas / metas_name(0), weights(2))
+    with pytest.raises(NoPublicationError, match=f"{first} is not to be had: .* has {first.epoch}.{first.step + 1}"):
+        source.resolve(first, deadline_ns=soon())
+    second = source.resolve(None, deadline_ns=soon())
+    assert second.version == WeightVersion(1, first.step + 1)
+    trainer.overwrite(metas / metas_name(0), weights(3))
+    source.discredit(second)
+    assert taken(source) == (WeightVersion(1, first.step + 2), as_bytes(weights(3)))
+
+
 def test_a_trainer_that_is_gone_is_told_with_the_way_to_find_out(
     cuda: FakeCuda, source: WeightSource, metas: Path
 ) -> None:

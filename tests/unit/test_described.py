@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,76 @@ def test_nothing_found_is_said_with_the_places(scene: Scene) -> None:
     with pytest.raises(NoPublicationError, match="nothing is published in x, y"):
         files.offer(None, soon())
     assert not scene.channel.exists()
+
+
+# --- one version is of one moment, and one number has one content -----------------------------------
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_version_that_is_said_anew_while_its_files_are_looked_at_is_refused(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Whether their bytes are read, or known and only numbered anew."""
+    if is_known:
+        scene.offer()
+        (scene.directory / "version.yaml").write_text("step: 8\n")
+    before = sorted(scene.store.glob("*"))
+    original = described.check_unchanged
+
+    def check_unchanged(*arguments: Any) -> None:
+        (scene.directory / "version.yaml").write_text("step: 9\n")
+        original(*arguments)
+
+    monkeypatch.setattr(described, "check_unchanged", check_unchanged)
+    with pytest.raises(NoPublicationError, match=rf"changed from 1\.{8 if is_known else 7} to 1\.9 while they were"):
+        scene.offer()
+    assert sorted(scene.store.glob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("steps", "match"),
+    [
+        ({"a": 7, "b": 6}, r"b says that it is step 6, its version file says 7"),
+        ({"a": 8, "b": 8}, r"a says that it is step 8, its version file says 7"),
+        ({"a": 7, "b": None}, r"b does not say its step, its version file says 7"),
+    ],
+)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_files_that_say_another_step_than_their_version_are_refused(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, steps: dict[str, int | None], match: str, is_known: bool
+) -> None:
+    if is_known:
+        (scene.directory / "version.yaml").write_text("step: 5\n")
+        scene.offer()
+        (scene.directory / "version.yaml").write_text("step: 7\n")
+    before, read = sorted(scene.store.glob("*")), list(scene.read)
+    found = scene.find()
+    assert found is not None
+    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: steps))
+    with pytest.raises(NoPublicationError, match=match):
+        scene.offer()
+    assert (sorted(scene.store.glob("*")), scene.read) == (before, read)
+    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: dict.fromkeys("ab", 7)))
+    assert scene.offer().version == WeightVersion(1, 7)
+
+
+def test_files_that_say_two_steps_are_refused_also_where_no_version_file_is(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scene.directory / "version.yaml").unlink()
+    found = scene.find()
+    assert found is not None
+    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: {"a": 7, "b": 6}))
+    with pytest.raises(NoPublicationError, match="b says that it is step 6, a says 7"):
+        scene.offer()
+    assert scene.read == []
+
+
+def test_a_step_is_one_of_the_epoch_in_which_somebody_published_in_the_channel(scene: Scene) -> None:
+    """So that a trainer may change over to files, and back."""
+    scene.offer()
+    (scene.channel / "EPOCH").write_text("3\n")
+    assert scene.offer().version == scene.offer(rank=1).version == WeightVersion(3, 7)
+    assert scene.read == ["headers"]
+    (scene.directory / "version.yaml").unlink()
+    assert scene.offer().version.epoch == 3

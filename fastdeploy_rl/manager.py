@@ -45,6 +45,7 @@ from fastdeploy_rl.errors import (
     PeerLostError,
     StepFailedError,
 )
+from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.memory.tensor_view import TensorView
@@ -317,6 +318,10 @@ class DynamicWeightManager:
     def bound_version(self) -> str:
         """What this rank's parameters are bound to, as text; empty for none."""
         return self._participant.live_version
+
+    def times_shown(self, value: LegacyStatus) -> int:
+        """On rank 0: how often the status word came to read that, whatever a trainer stored a moment later."""
+        return 0 if self._coordinator is None else self._coordinator.state.times_shown(value)
 
     def knock(self) -> None:
         """On rank 0, where the engine is cleared and its loops look at the status word alone: if a command waits for

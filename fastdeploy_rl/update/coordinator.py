@@ -91,7 +91,8 @@ class Coordinator:
     ) -> None:
         """`await_loops`: as LegacyRequest wants it, where loops that are not ours look at the word.
         `is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
-        ranks bring no sums, so that there are no receipts. `replicated`: parameters of which every rank has all. `wake` is called when the engine's loop may go on."""
+        ranks bring no sums, so that there are no receipts. `replicated`: parameters of which every rank has all. `wake`
+        is called when the engine's loop may go on."""
         self.state = EngineState(board)
         self._wake_loop, self._await_loops = wake, await_loops
         self._board = board

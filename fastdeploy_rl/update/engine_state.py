@@ -6,6 +6,7 @@ never overwritten, it is the next command."""
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from fastdeploy_rl.board import layout
@@ -72,6 +73,7 @@ class EngineState:
         """What somebody put to sleep; no update brings it back before somebody wakes it."""
         self.newest_version = ""
         """Published, as far as is known."""
+        self._times_shown: Counter[LegacyStatus] = Counter()
         self._is_knocking = False
         """The word asks loops that wait for nothing else to come for a command of the board."""
         self._brought: frozenset[Tag] = frozenset(Tag)
@@ -406,6 +408,11 @@ class EngineState:
             self._is_knocking = False
             self.show()
 
+    def times_shown(self, value: LegacyStatus) -> int:
+        """How often the word came to read it, whatever a foreign process stored a moment later."""
+        with self._lock:
+            return self._times_shown[value]
+
     def knock(self) -> None:
         """Until the command that is carried out is told, the word reads UPDATING in the place of CLEARED."""
         with self._lock:
@@ -481,6 +488,8 @@ class EngineState:
         wanted = self._wanted()
         found = self._weights_word.load() if wanted == expected else self._weights_word.exchange(expected, wanted)
         self._shown = wanted if found == expected else None
+        if found == expected != wanted:
+            self._times_shown[wanted] += 1
 
     def _show_others(self) -> None:
         is_dropped = self.lifecycle.kv_cache is Residency.DROPPED

@@ -75,9 +75,11 @@ class LoopWatch:
     def __init__(self, attendance: Attendance, word: StatusWord, let_in: Callable[[], None]) -> None:
         """`let_in`: called while the word reads CLEARED."""
         self._attendance, self._word, self._let_in = attendance, word, let_in
-        self.expected = LegacyStatus.NORMAL
+        self._expected = LegacyStatus.NORMAL
         """What the ranks came for last, and so what a late one may still wait for."""
         self._missed_since: float | None = None
+        self._is_overtaken = threading.Event()
+        """A trainer was faster than the ranks' way back to their loops."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fastdeploy_rl-loop-watch", daemon=True)
 
@@ -91,6 +93,13 @@ class LoopWatch:
         self._is_over.set()
         self._thread.join(Deadlines.let_go_s)
 
+    def note_left_for(self, value: LegacyStatus) -> None:
+        """The ranks go back to FastDeploy's loop, which looks for that value. Where a trainer has stored another one
+        already they are shown it."""
+        self._expected = value
+        if self._word.load() in _COMMANDS:
+            self._is_overtaken.set()
+
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             value = self._word.load()
@@ -100,10 +109,13 @@ class LoopWatch:
                 self._show_expected(value)
 
     def _is_missed(self, value: int) -> bool:
-        """For so long that it is no turn of the loop."""
+        """Some rank does not come for a command: since it cannot, or for so long that it is no turn of the loop."""
         if value not in _COMMANDS or not self._attendance.missing():
             self._missed_since = None
+            self._is_overtaken.clear()
             return False
+        if self._is_overtaken.is_set():
+            return True
         now = time.monotonic()
         self._missed_since = self._missed_since or now
         return now - self._missed_since >= _PATIENCE_S
@@ -111,10 +123,10 @@ class LoopWatch:
     def _show_expected(self, value: int) -> None:
         _log.warning(
             "event=word_shown value=%s instead_of=%d for_ranks=%s",
-            self.expected.name,
+            self._expected.name,
             value,
             self._attendance.missing(),
         )
-        if self._word.exchange(value, self.expected) == value:
+        if self._word.exchange(value, self._expected) == value:
             time.sleep(_SHOWN_S)
-            self._word.exchange(self.expected, value)
+            self._word.exchange(self._expected, value)

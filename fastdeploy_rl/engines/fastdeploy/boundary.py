@@ -21,10 +21,10 @@ _MAX_MEETINGS = 256
 
 
 class Boundary:
-    """The calls of one engine, at one rank. `meet_s`: how long one rank waits for the others at a meeting."""
+    """The calls of one engine, at one rank."""
 
-    def __init__(self, board: Board, rank: int, meet_s: float) -> None:
-        self._board, self._rank, self._meet_s = board, rank, meet_s
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
         self._record = CallRecord(0, 0, 0)
         """Rank 0: called last; the others: heard last."""
         self._num_met = 0
@@ -103,14 +103,14 @@ class Boundary:
     def _take(self, record: CallRecord) -> None:
         self._record, self._num_met = record, 0
 
-    def meet(self) -> None:
+    def meet(self, within_s: float) -> None:
         """Returns when every rank has come so far in what it was called to. DeadlineExceededError names who has not."""
         if self._board.num_ranks == 1:
             return
         self._num_met += 1
         meeting = self._record.sequence * _MAX_MEETINGS + self._num_met
         self._board.store(layout.meeting_offset(self._rank), meeting)
-        begun, deadline_ns = time.monotonic(), time.monotonic_ns() + int(self._meet_s * 1e9)
+        begun, deadline_ns = time.monotonic(), time.monotonic_ns() + int(within_s * 1e9)
         if not self._board.wait_until(lambda: not self._missing(meeting), deadline_ns):
             missing = self._missing(meeting)
             raise DeadlineExceededError.waiting_for("meeting of the ranks", since_s=begun, missing=missing)

@@ -66,7 +66,7 @@ class Seat:
             names = [board_name(settings.port), link_name(WEIGHTS_WORD, settings.port)]
             self._stack.enter_context(removed_after_death(names))
         self._stack.callback(board.close)
-        return board, Boundary(board, settings.rank, settings.deadlines.finish_s)
+        return board, Boundary(board, settings.rank)
 
     def _create(self) -> Board:
         settings = self.settings
@@ -144,8 +144,8 @@ class Seat:
         return self._manager.bound_version
 
     def meet(self) -> None:
-        """As `Boundary.meet`."""
-        self._boundary.meet()
+        """As `Boundary.meet`, within a command: in half the time that rank 0 gives the others to finish it."""
+        self._boundary.meet(self.settings.deadlines.finish_s / 2)
 
     # --- where FastDeploy calls for a command ------------------------------------------------------
 
@@ -159,14 +159,22 @@ class Seat:
         engine waits for that as long as it lives, as FastDeploy's loop does."""
         with self._attendance.here():
             if self.settings.rank == 0:
-                with self._leading():
-                    self._lead(lambda: self._word.load() == wanted, f"the status word to read {wanted.name}")
+                self._lead_for_word(wanted)
             else:
                 self._follow()
-        if self._watch is not None:
-            self._watch.expected = wanted
         if self.settings.own_port != self.settings.port and self.settings.tp_rank == 0:
             self._word.store(wanted)  # of an engine beside the first one, under expert parallelism
+
+    def _lead_for_word(self, wanted: LegacyStatus) -> None:
+        before = self._manager.times_shown(wanted)
+
+        def is_over() -> bool:
+            return self._word.load() == wanted or self._manager.times_shown(wanted) > before
+
+        with self._leading():
+            self._lead(is_over, f"the status word to read {wanted.name}")
+            if self._watch is not None:
+                self._watch.note_left_for(wanted)
 
     def ask(self, command: Command) -> UpdateReport | None:
         """The same command on every rank: rank 0 asks its own board for it, and gets the report; all run it. The error
@@ -283,6 +291,6 @@ class Seat:
     def _meet_at_release(self) -> None:
         """Nobody goes back to the loop while another one may still take the next call for the last one."""
         try:
-            self._boundary.meet()
+            self._boundary.meet(self.settings.deadlines.finish_s)
         except DeadlineExceededError as late:
             _log.error("rank=%d event=late_release reason=%r", self.settings.rank, str(late))

@@ -23,12 +23,12 @@ def board() -> Iterator[Board]:
 
 @pytest.fixture
 def leader(board: Board) -> Boundary:
-    return Boundary(board, 0, MEET_S)
+    return Boundary(board, 0)
 
 
 @pytest.fixture
 def follower(board: Board) -> Boundary:
-    return Boundary(board, 1, MEET_S)
+    return Boundary(board, 1)
 
 
 def soon() -> int:
@@ -69,7 +69,7 @@ def test_who_listens_is_not_called_by_what_was_for_a_round(leader: Boundary, fol
 def test_a_release_that_nobody_waits_for_any_more_is_for_nobody(leader: Boundary, follower: Boundary) -> None:
     leader.release(0)
     with pytest.raises(DeadlineExceededError, match=r"ranks \[1\] missing"):
-        leader.meet()
+        leader.meet(MEET_S)
     leader.leave()
     follower.skip_stale()
     with pytest.raises(DeadlineExceededError):
@@ -79,10 +79,10 @@ def test_a_release_that_nobody_waits_for_any_more_is_for_nobody(leader: Boundary
 def test_a_release_that_rank_0_still_waits_for_reaches_who_comes_late(leader: Boundary, follower: Boundary) -> None:
     leader.release(0)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(leader.meet)
+        meeting = pool.submit(leader.meet, 5.0)
         follower.skip_stale()
         assert follower.is_release(follower.listen(soon()))
-        follower.meet()
+        follower.meet(5.0)
         meeting.result(5)
 
 
@@ -90,18 +90,18 @@ def test_a_meeting_that_failed_does_not_spoil_those_of_the_next_call(leader: Bou
     leader.call(7)
     follower.listen(soon())
     with pytest.raises(DeadlineExceededError, match=r"no meeting of the ranks .*ranks \[1\] missing"):
-        leader.meet()
+        leader.meet(MEET_S)
     leader.call(8)
     follower.listen(soon())
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(leader.meet)
-        follower.meet()
+        meeting = pool.submit(leader.meet, 5.0)
+        follower.meet(5.0)
         meeting.result(5)
 
 
 def test_who_waits_for_a_rank_0_that_is_dead_is_told(board: Board, leader: Boundary) -> None:
     other = Board.attach(board.port)
-    follower = Boundary(other, 1, MEET_S)
+    follower = Boundary(other, 1)
     board.close()
     with pytest.raises(PeerLostError, match="rank 0"):
         follower.listen(None)

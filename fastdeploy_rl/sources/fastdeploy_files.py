@@ -35,9 +35,10 @@ from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
 from fastdeploy_rl.sources.base import SourceConfig
-from fastdeploy_rl.sources.describing import FileLayout, FoundFiles
+from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, identities_in
 from fastdeploy_rl.sources.rank_gpus import listed_gpus
 from fastdeploy_rl.sources.rank_slices import Slice, join_slices
+from fastdeploy_rl.sources.version_file import version_written_ns
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def find_fastdeploy(directory: Path, config: SourceConfig) -> FoundFiles | None:
         ranks = [_of_rank(directory, of_kind, rank, gpus) for rank in range(config.num_ranks)]
     names = tuple(name for files in ranks for name in files)
     how = msgspec.json.encode(["fastdeploy", ranks, config.parameters]).decode()
+    if kind is _Kind.PARTS:
+        _check_not_left_behind(directory, config, names, [each.name for each in named if each.kind is _Kind.ONE_FILE])
     layout, steps = partial(_read_layout, directory, ranks, config), partial(_read_steps, directory, names)
     return FoundFiles(directory, names, layout, how, read_steps=steps)
 
@@ -183,6 +186,27 @@ def _check_parts(directory: Path, rank: int, parts: Sequence[int]) -> None:
         raise NoPublicationError(
             f"{directory}: of the parts of rank {rank}, {', '.join(map(str, missing[:8]))} missing (yet): there are "
             f"{', '.join(map(str, parts[:8]))}"
+        )
+
+
+def _check_not_left_behind(directory: Path, config: SourceConfig, parts: Sequence[str], others: Sequence[str]) -> None:
+    """Parts come first, as FastDeploy has it; a trainer that writes single files from now on has to remove them.
+    NoPublicationError where all of them are older than all single files and than the version: they are not that."""
+    if not others:
+        return
+    part = max(identities_in(directory, parts), key=lambda file: file.mtime_ns)
+    written = sorted(identities_in(directory, others), key=lambda file: file.mtime_ns)
+    said_ns = version_written_ns(directory) or version_written_ns(config.model_dir)
+    if part.mtime_ns < min(written[0].mtime_ns, said_ns):
+        raise NoPublicationError(
+            f"{directory}: all parts, of which FastDeploy reads the weights where there are any ({part.name} is the "
+            f"newest), are older than {written[0].name} and than the version: remove the parts, or the single files"
+        )
+    if part.mtime_ns < written[-1].mtime_ns and not config.rank:
+        _log.warning(
+            "event=parts_older_than_file parts=%s file=%s reason='the parts are read, as FastDeploy reads them; remove "
+            "whichever are not meant'",
+            *(directory / part.name, written[-1].name),
         )
 
 

@@ -10,6 +10,7 @@ that, and for as long as it takes. A version is what `version.yaml` says, beside
 without one, other bytes have the next number. Tested on testing.fake_cuda; not run on a GPU.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,15 @@ class IpcMetasSource(DescribedSource):
 def has_ipc_metas(directory: Path) -> bool:
     """Whether there are such files, for whichever devices; none is read."""
     return bool(_listed(directory))
+
+
+def newest_metas_ns(directory: Path) -> int:
+    """When the newest of them was written, by the clock of its file system; 0 where there is none."""
+    written = [0]
+    for name in _listed(directory):
+        with contextlib.suppress(OSError):  # it may go at any time
+            written.append(os.stat(directory / name).st_mtime_ns)
+    return max(written)
 
 
 def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:

@@ -217,6 +217,26 @@ def test_formats_are_looked_for_in_fastdeploys_order(places: Places) -> None:
     assert_taken(places, 3)
 
 
+def test_parts_that_stayed_behind_newer_files_and_their_version_are_refused(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FastDeploy would read them. Where only some of the files are newer it is told."""
+    write_ranks(places, in_one_file, 2)
+    write_ranks(places, in_parts, 1, step=2)
+    parts = [path for rank in range(2) for path in places.model.glob(name_of_part(rank, rank))]
+    for path in parts:
+        os.utime(path, ns=(0, 5 * 10**9))
+    assert_refused(places, NoPublicationError, "are older than model_state.tp0.0.pdparams and than the version")
+    assert not places.channel.exists()
+    os.utime(places.model / file_name(0, 0), ns=(0, 4 * 10**9))
+    assert "parts_older_than_file" not in caplog.text
+    assert_taken(places, 1)
+    assert f"event=parts_older_than_file parts={places.model}" in caplog.text
+    for path in parts:
+        path.unlink()
+    assert_taken(places, 2)
+
+
 def name_of_part(rank: int, gpu: int) -> str:
     return part_name(rank, gpu, 0).replace("part0", "part*")
 

@@ -416,6 +416,35 @@ def test_what_our_publisher_announced_comes_first_and_the_files_when_it_is_gone(
     assert taken(source)[1] == as_bytes(weights(1))
 
 
+def test_what_a_publisher_left_behind_hides_no_files_that_came_later(
+    trainer: FastDeployTrainer,
+    source: WeightSource,
+    metas: Path,
+    one_rank: SourceConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And by name both can be had. A publisher that lives comes first."""
+    publisher = WeightPublisher(one_rank.channel)
+    publisher.start()
+    ours = publisher.publish(weights(2), step=2).version
+    trainer.write(metas / metas_name(0), weights(3))
+    write_version(metas, 3)
+    theirs = WeightVersion(ours.epoch, 3)
+    assert taken(source) == (ours, as_bytes(weights(2)))
+    assert source.resolve(theirs, deadline_ns=soon()).version == theirs
+    publisher.close(keep=True)
+    for _ in range(2):
+        assert taken(source) == (theirs, as_bytes(weights(3)))
+    assert source.newest_version(deadline_ns=soon()) == theirs
+    assert source.resolve(ours, deadline_ns=soon()).version == ours
+    with pytest.raises(NoPublicationError, match=rf"1\.9 is not to be had: {metas} .*; and .*: {one_rank.channel} has"):
+        source.resolve(WeightVersion(1, 9), deadline_ns=soon())
+    told = [text for text in caplog.messages if "event=source_chosen" in text]
+    assert ["source=channel" in told[0], "source=ipc_metas" in told[1]] == [True] * len(told)
+    os.utime(metas / metas_name(0), ns=(0, 0))
+    assert taken(source) == (ours, as_bytes(weights(2)))
+
+
 def test_both_places_are_named_where_nothing_is(source: WeightSource, metas: Path, one_rank: SourceConfig) -> None:
     for ask in (source.newest_version, source.current_epoch, partial(source.resolve, None)):
         with pytest.raises(NoPublicationError, match=f"nothing is published in {one_rank.channel}.*{metas} has none"):

@@ -8,6 +8,7 @@ are read as plain `key: value` lines: a number needs no YAML.
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ _MAX_BYTES = 64 << 10
 _YAML, _TEXT = "version.yaml", "version.txt"
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?:[ \t]+(.*?))?[ \t]*", re.ASCII)
 _VALUE = re.compile(r"(?:\"([^\"]*)\"|'([^']*)'|([^#\"']*?))[ \t]*(?:#.*)?", re.ASCII)
+_STEP = re.compile(r"([0-9]+)(?:\.0*)?", re.ASCII)
 _BARE = re.compile(r"[0-9]+", re.ASCII)
 
 
@@ -59,10 +61,17 @@ def wanted_version(model_dir: Path | None) -> WantedVersion | None:
         path = model_dir / name
         text = _read(path)
         if text is not None:
-            wanted = WantedVersion(find(text), path)
-            wanted.in_epoch(0)
-            return wanted
+            return _wanted(path, text, find)
     return None
+
+
+def _wanted(path: Path, text: str, find: Callable[[str], str]) -> WantedVersion:
+    try:
+        wanted = WantedVersion(find(text), path)
+    except VersionFormatError as error:
+        raise VersionFormatError(f"{path}: {error}") from error
+    wanted.in_epoch(0)
+    return wanted
 
 
 def version_written_ns(model_dir: Path | None) -> int:
@@ -77,14 +86,23 @@ def version_written_ns(model_dir: Path | None) -> int:
 
 def _in_yaml(text: str) -> str:
     """The value of `step`, else that of `version`, at the outermost level; "" where there is neither. Of a key that is
-    there twice the last one counts, as for the YAML reader that FastDeploy uses."""
+    there twice the last one counts, as for the YAML reader that FastDeploy uses.
+
+    FastDeploy's `step` is a plain number, and `8.0` is the number 8 as well: only `version` may have an epoch.
+    VersionFormatError for a step that is none."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         value = match and _VALUE.fullmatch(match[2] or "")
         if match and value:
             found[match[1]] = next((group for group in value.groups() if group is not None), "")
-    return found.get("step") or found.get("version") or ""
+    step = found.get("step")
+    if not step:
+        return found.get("version") or ""
+    match = _STEP.fullmatch(step)
+    if match is None:
+        raise VersionFormatError(f"{step!r:.80} is no step, but a plain number is; write EPOCH.STEP as `version`")
+    return match[1]
 
 
 def _read(path: Path) -> str | None:

@@ -437,7 +437,7 @@ def test_a_version_whose_bytes_were_spoilt_on_the_way_is_fetched_again(
     staged.release()
 
 
-@pytest.mark.parametrize(("text", "step"), [("step: 1", 1), ("step: 1.1", 1), ("step: 2", 2), ("other: 1", None)])
+@pytest.mark.parametrize(("text", "step"), [("step: 1", 1), ("version: 1.1", 1), ("step: 2", 2), ("other: 1", None)])
 def test_the_version_file_of_the_model_says_which_version_is_meant(
     channel: Path, transport: MemoryTransport, publisher: WeightPublisher, tmp_path: Path, text: str, step: int | None
 ) -> None:

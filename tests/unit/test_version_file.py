@@ -32,6 +32,9 @@ def test_without_a_directory_or_a_file_nothing_is_asked_for(tmp_path: Path) -> N
         ("step: 9\nstep: 7\n", 7),
         ("\ufeffstep: 7\nversion: 8\n", 7),
         ("step: 0", 0),
+        ("step: 8.0", 8),
+        ("step: 8.\nversion: 3.9", 8),
+        ("step: 10.00 # as a float", 10),
     ],
 )
 def test_step_counts_before_version(tmp_path: Path, text: str, step: int) -> None:
@@ -51,7 +54,7 @@ def test_the_older_file_counts_where_the_newer_is_not_there(tmp_path: Path) -> N
     assert wanted.in_epoch(1) == WeightVersion(1, 12)
 
 
-@pytest.mark.parametrize(("file", "text"), [("version.yaml", "step: 3.12"), ("version.txt", "3.12")])
+@pytest.mark.parametrize(("file", "text"), [("version.yaml", "version: 3.12"), ("version.txt", "3.12")])
 def test_a_version_with_its_epoch_needs_no_other(tmp_path: Path, file: str, text: str) -> None:
     (tmp_path / file).write_text(text)
     wanted = wanted_version(tmp_path)
@@ -74,6 +77,9 @@ def test_a_version_with_its_epoch_needs_no_other(tmp_path: Path, file: str, text
         ("version.yaml", "step:7"),
         ("version.yaml", "step: 9223372036854775808"),
         ("version.yaml", "step: 1.2.3"),
+        ("version.yaml", "step: 3.12"),
+        ("version.yaml", "step: 3.1\nversion: 4"),
+        ("version.yaml", "step: 08.0"),
         ("version.txt", ""),
         ("version.txt", "7\n8"),
         ("version.txt", "v7"),

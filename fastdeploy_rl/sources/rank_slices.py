@@ -114,7 +114,7 @@ def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str
     for rank, slices in enumerate(ranks):
         if name not in slices:
             yield f"{name}: rank {rank} of {len(ranks)} has none"
-        elif slices[name].shape != expected:
+        elif slices[name].shape != expected and not _is_one_value(spec, slices[name].shape, expected):
             whole = ", which is the whole of it" if slices[name].shape == spec.shape else ""
             yield (
                 f"{name}: rank {rank} of {len(ranks)} has shape {list(slices[name].shape)}{whole}; this engine's ranks "
@@ -122,6 +122,11 @@ def _problems(name: str, spec: ParameterSpec | None, ranks: Sequence[Mapping[str
             )
     if len(dtypes) > 1:
         yield f"{name}: the ranks have it as {', '.join(sorted(dtypes))}"
+
+
+def _is_one_value(spec: ParameterSpec, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Of a parameter without axes each rank may have its own; the whole, which has to have an axis, is all of them."""
+    return spec.shard_axis is not None and (shape, expected) == ((), (1,))
 
 
 def join(spec: ParameterSpec, slices: Sequence[Slice]) -> tuple[Tensor, list[Part]]:

@@ -348,6 +348,21 @@ def test_whole_tensors_or_the_slices_of_more_ranks_are_refused(places: Places) -
     assert_refused(places, CoverageError, r"embed: rank 0 of 2 has shape \[6, 5\], which is the whole of it")
 
 
+def test_one_value_that_each_rank_has_of_its_own_comes_without_axes(places: Places) -> None:
+    """FastDeploy's file has it as the parameter is; the whole, as the model is told of it, is one after the other."""
+    specs = (ParameterSpec("scale", "F32", (2,), 0), ParameterSpec("bias", "F32", (1,), None))
+    one = np.float32([0.5])
+    for rank in range(2):
+        in_one_file(places, rank, {"scale": np.array(rank + 1, np.float32), "bias": one})
+    write_version(places.model, 1)
+    for rank in range(2):
+        expected = {"scale": np.float32(rank + 1).tobytes(), "bias": one.tobytes()}
+        assert taken(places.config(rank, 2, specs)) == expected
+    in_one_file(places, 0, {"scale": np.array(1, np.float32), "bias": np.array(0.5, np.float32)})
+    with pytest.raises(CoverageError, match=r"bias: rank 0 of 2 has shape \[\]; this engine's ranks have \[1\]"):
+        taken(places.config(0, 2, specs))
+
+
 def test_files_that_are_newer_than_their_version_are_told_of_once(
     places: Places, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,6 +111,7 @@ class _Server:
         self._contexts: dict[int, _native.CudaContext] = {}
         self._written: dict[str, tuple[list[_native.CudaMemory], dict[str, _Place]]] = {}
         self._publishers: dict[str, WeightPublisher] = {}
+        self._published: dict[str, list[_native.CudaMemory]] = {}
         self._stack = ExitStack()
 
     def serve(self) -> None:
@@ -181,7 +182,8 @@ class _Server:
         part: tuple[int, int] = (0, 1),
         shards: dict[str, list[int]] | None = None,
     ) -> str:
-        _, places = self._allocated(tensors, device, 1)
+        blocks, places = self._allocated(tensors, device, 1)
+        self._published.setdefault(channel, []).extend(blocks)
         state = {name: _CudaTensor(places[name], dtype, shape, device) for name, dtype, shape, _ in tensors}
         if channel not in self._publishers:
             publisher = WeightPublisher(channel, part=(part[0], part[1]))
@@ -194,6 +196,10 @@ class _Server:
             fastdeploy=FastDeployFiles(model_dir, gpus, metas_dir=metas_dir),
         )
         return str(published.version)
+
+    def borrowed(self, channel: str) -> list[bool]:
+        """Of each publication's memory, whether anybody still has a tensor in it."""
+        return [block.num_exports > 0 for block in self._published[channel]]
 
     def close(self, channel: str) -> None:
         self._publishers.pop(channel).close()

@@ -209,7 +209,7 @@ def selected_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def has_v1_updates(environ: Mapping[str, str] = os.environ) -> bool:
     """FastDeploy was started for control by its V1 routes, in the place of the status word."""
-    return environ.get("FD_ENABLE_V1_UPDATE_WEIGHTS", "0") not in ("", "0")
+    return bool(fastdeploy_switches("FD_ENABLE_V1_UPDATE_WEIGHTS", environ=environ))
 
 
 def fastdeploy_switches(*names: str, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

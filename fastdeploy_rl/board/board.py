@@ -83,8 +83,8 @@ class Board:
         self.port = port
         self.num_ranks = _native.load_u64(segment.mapping, layout.NUM_RANKS_OFFSET)
         self.words: tuple[str, ...] = WORDS
-        """Those of FastDeploy's status words that tell of this engine: all, or where the words are FastDeploy's own the
-        one of the weights."""
+        """Owner: those of FastDeploy's status words that it writes: all, or where they are FastDeploy's own the one of
+        the weights."""
         self.reclaimed: Leftovers | None = None
         """Owner: what `create` removed first, for whoever tells the operator."""
         self._segment = segment
@@ -112,7 +112,10 @@ class Board:
         try:
             names = remove_leftovers(port, keeps_words=adopts_words)
             _make_run_dir(run_dir, history)
-            adopt_word(WEIGHTS_WORD, port) if adopts_words else create_words(port)
+            if adopts_words:
+                adopt_word(WEIGHTS_WORD, port)
+            else:
+                create_words(port)
             segment = SharedSegment.create(board_name(port), layout.board_bytes(num_ranks))
             _write_header(segment.mapping, port, num_ranks, run_dir)
             board = cls(port, segment, lock)

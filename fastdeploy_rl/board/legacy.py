@@ -56,7 +56,8 @@ def adopt_word(word: str, port: int) -> None:
         os.link(f"{SHM_DIR}/{word_name(word, port)}", link)
     except OSError as error:
         raise EngineNotFoundError(
-            f"no engine made the status word {word_name(word, port)}: {error.strerror}"
+            f"cannot take up the status word {word_name(word, port)} ({error.strerror}): FastDeploy makes it before "
+            "its workers start, as the same user"
         ) from error
 
 

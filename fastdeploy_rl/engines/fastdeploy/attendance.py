@@ -69,8 +69,8 @@ class LoopWatch:
     """A thread of rank 0's, inside a with statement, where FastDeploy's loop looks at the word.
 
     A command that waits while all loops wait for a trainer (the word reads CLEARED) is let in. A command in the word
-    that some rank does not come for is taken out for a moment, so that a rank which waits for the value before it goes
-    on."""
+    that some rank does not come for is taken out for a moment: that rank may still be waiting for the value which stood
+    there before, and goes on when it sees it."""
 
     def __init__(self, attendance: Attendance, word: StatusWord, let_in: Callable[[], None]) -> None:
         """`let_in`: called while the word reads CLEARED."""

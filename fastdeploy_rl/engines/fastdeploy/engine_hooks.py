@@ -22,11 +22,11 @@ import paddle
 from fastdeploy_rl.config import fastdeploy_switches
 from fastdeploy_rl.engines.fastdeploy.cache_transfer import CacheTransfer
 from fastdeploy_rl.engines.fastdeploy.expert_parallel import ExpertParallel
+from fastdeploy_rl.engines.fastdeploy.settings import MTP
 from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError
 
 _log = logging.getLogger(__name__)
 
-_MTP = "mtp"
 _DRAFT_GRAPHS = "draft_model_use_cudagraph"
 _CLEAR_GRAPHS = ("clear_graph_opt_backend", "clear_grpah_opt_backend")
 """Of a model: since 2.6, and up to 2.5."""
@@ -326,7 +326,7 @@ class EngineHooks:
 
     def _models(self) -> dict[str, Any]:
         draft = self._draft
-        return {"": self._runner.model} if draft is None else {"": self._runner.model, f"{_MTP}/": draft.model}
+        return {"": self._runner.model} if draft is None else {"": self._runner.model, f"{MTP}/": draft.model}
 
     def _has_weights(self) -> bool:
         return all(tensor._is_initialized() for model in self._models().values() for tensor in _tensors_of(model))
@@ -356,7 +356,7 @@ def _check_can_follow(gpu_runner: Any) -> None:
         )
     if switches := fastdeploy_switches(*_UNSUPPORTED):
         raise ConfigurationError(
-            f"{', '.join(switches)} set: what FastDeploy keeps then cannot follow weights that change"
+            f"{', '.join(switches)} set: what FastDeploy keeps then cannot follow weights that change; unset it"
         )
 
 

@@ -290,7 +290,7 @@ def _fill(parameter: _Parameter, source: paddle.Tensor) -> None:
     if not target._is_initialized():
         _allocate(parameter)
     if not (target.is_contiguous() or target.place.is_cpu_place()):
-        source = source._copy_to(target.place, True)  # a copy between machines of memory goes in one run
+        source = source._copy_to(target.place, True)  # Paddle copies from host to device in one run
     with paddle.no_grad():
         target.copy_(source.reshape(target.shape), True)
 

@@ -239,7 +239,8 @@ class Seat:
                 return
 
     def _follow(self) -> None:
-        """Another rank: runs what rank 0 calls to, until that releases it, or lets its caller down."""
+        """Another rank: runs what rank 0 calls to, until that releases it; raises what it raised. For as long as rank 0
+        lives, which has the deadlines: PeerLostError where that died."""
         self._boundary.skip_stale()
         while True:
             record = self._boundary.listen(None)

@@ -47,7 +47,10 @@ must not go live later."""
 
 class DynamicWeightManager:
     """One in each worker process. The constructor brings the first weights, and raises where they cannot be had: a
-    contract of FastDeploy's. `seat` stays open until `close`."""
+    contract of FastDeploy's. `seat` stays open until `close`.
+
+    `rank` (of the tensor-parallel group), `local_rank`, `nranks`, `model_list` and `first_load` are named as FastDeploy
+    names them; `settings.rank` is the rank on the board, another one under expert parallelism."""
 
     def __init__(self, fd_config: Any, models: Any, local_rank: int = 0, *, gpu_runner: Any = None) -> None:
         """`models`: one nn.Layer, or [main, mtp]. `gpu_runner`: FastDeploy's runner, whose KV cache and graphs follow
@@ -114,7 +117,8 @@ class DynamicWeightManager:
     def finalize_update(self, pid: int = 0) -> None:
         """All that FastDeploy's does here was done before: NotServingError where no complete version is live."""
         if not self.seat.is_serving:
-            raise NotServingError(f"rank {self.settings.rank} holds no complete version of the weights")
+            rank = self.settings.rank
+            raise NotServingError(f"rank {rank} holds no complete version of the weights: update them first")
 
     def clear_parameters(self, pid: int = 0, shutdown_process_group: bool = False) -> None:
         """Where the status word asks for it: until that reads CLEARED. Else likewise, without the word."""

@@ -286,12 +286,15 @@ def test_without_words_there_is_no_engine(ranks: Ranks) -> None:
 
 class WordLoops:
     """Each rank's loop as FastDeploy's: it looks at the word, writes it back, lets its runner see to it, and then does
-    nothing but look until the word reads what it expects. `late`: seconds that a rank takes before it looks again."""
+    nothing but look until the word reads what it expects. `late`: seconds that a rank takes before it looks again.
+    `num_back`: how often each rank has seen what it expected."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._is_over = ranks, threading.Event()
         self.late = [0.0] * NUM_RANKS
         self.attended: list[tuple[int, str]] = []
+        self.num_back = dict.fromkeys(range(NUM_RANKS), 0)
+        self._back = threading.Condition()
         self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "WordLoops":
@@ -319,6 +322,14 @@ class WordLoops:
                     time.sleep(self.late[rank])
                     while word.load() != wanted and not self._is_over.is_set():
                         time.sleep(0.005)
+                    with self._back:
+                        self.num_back[rank] += 1
+                        self._back.notify_all()
+
+    def await_back(self, number: int) -> None:
+        """Every rank has seen that often what it expected."""
+        with self._back:
+            assert self._back.wait_for(lambda: min(self.num_back.values()) >= number, 10.0), self.num_back
 
 
 @pytest.mark.parametrize("late", range(NUM_RANKS))
@@ -330,10 +341,10 @@ def test_a_word_that_is_refused_at_once_waits_until_every_loop_has_seen_it(
     ranks.open()
     with WordLoops(ranks) as loops:
         loops.late[late] = 0.05
-        for _ in range(3):
+        for number in range(1, 4):
             write_word(ranks.port, LegacyStatus.UPDATING)  # version 1 is live already: no rank need do anything
             await_word(ranks.port, LegacyStatus.NORMAL)
-            time.sleep(0.2)  # a trainer's own work
+            loops.await_back(number)
     assert Counter(rank for rank, _ in loops.attended) == dict.fromkeys(range(NUM_RANKS), 3)
     assert ranks.holds(weights)
 
@@ -361,10 +372,10 @@ def test_an_update_over_the_board_is_let_in_to_loops_that_wait_for_the_word(
     """And brings the version that was asked for, though there is a newer one."""
     publish(publisher, 1)
     ranks.open()
-    with WordLoops(ranks), EngineController(ranks.port) as engine:
+    with WordLoops(ranks) as loops, EngineController(ranks.port) as engine:
         write_word(ranks.port, LegacyStatus.CLEARING)
         await_word(ranks.port, LegacyStatus.CLEARED)
-        time.sleep(0.1)  # a trainer's own work
+        loops.await_back(1)
         weights = publish(publisher, 2)
         assert engine.update("1.2").version == "1.2"
         await_word(ranks.port, LegacyStatus.NORMAL)

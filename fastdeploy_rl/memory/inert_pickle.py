@@ -8,10 +8,11 @@ bytes are not looked at, but stepped over.
 """
 
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
-from fastdeploy_rl.errors import CheckpointError
+from fastdeploy_rl.errors import CheckpointError, DeadlineExceededError
 
 MAX_OPS: Final = 2_000_000
 """About 30 stand for a tensor; so many are read in a moment, and need little memory."""
@@ -22,12 +23,21 @@ MAX_DEPTH: Final = 16
 """Of containers in each other; a state dict has four."""
 MAX_TEXT_BYTES: Final = 4096
 MAX_INTEGER_BYTES: Final = 9
+NO_DEADLINE: Final = 2**63 - 1
 
 _WINDOW_BYTES = 1 << 14
 
 
+_LOOKS_AT_CLOCK = 4096
+"""Opcodes: read in a few milliseconds."""
+
+
 class WrongError(Exception):
     """What is wrong with an opcode; its place is added where this is caught."""
+
+
+class LateError(Exception):
+    """The deadline came."""
 
 
 def is_pickle(first_bytes: bytes) -> bool:
@@ -228,7 +238,8 @@ PLAIN_OPCODES: Final = {
 
 
 class PickleReader:
-    """Goes through the opcodes once. `opcode_at`: where the last one lies, for messages."""
+    """Goes through the opcodes once. `opcode_at`: where the last one lies, for messages. `deadline_ns`: absolute, of
+    CLOCK_MONOTONIC."""
 
     KIND: ClassVar[str] = "pickle of plain values"
     """What is read, for messages."""
@@ -241,13 +252,16 @@ class PickleReader:
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
         self.opcode_at = 0
+        self.deadline_ns = NO_DEADLINE
 
     def run(self) -> object:
         """The one value that the data describes."""
         cursor, opcodes = self.cursor, {ord(code): getattr(self, name) for code, name in self.OPCODES.items()}
         if cursor.num_bytes < 2 or not is_pickle(cursor.take(2)):
             raise WrongError(f"no {self.KIND} of paddle.save (a pickle of protocol 2 to 5)")
-        for _ in range(MAX_OPS):
+        for number in range(MAX_OPS):
+            if not number % _LOOKS_AT_CLOCK and time.monotonic_ns() >= self.deadline_ns:
+                raise LateError
             self.opcode_at = cursor.position
             code = cursor.byte()
             if len(self.stack) > MAX_STACK:
@@ -428,10 +442,16 @@ class PickleReader:
         self.stack.append(self._memo[index])
 
 
-def value_of(reader: PickleReader, what: str) -> object:
-    """The one value that the data describes. CheckpointError names `what`, and the byte at which something is wrong."""
+def value_of(reader: PickleReader, what: str, deadline_ns: int = NO_DEADLINE) -> object:
+    """The one value that the data describes. CheckpointError names `what`, and the byte at which something is wrong;
+    DeadlineExceededError how far it came."""
+    reader.deadline_ns = deadline_ns
     try:
         return reader.run()
+    except LateError:
+        raise DeadlineExceededError(
+            f"{what:.500}: no time left to read it, at byte {reader.cursor.position} of {reader.cursor.num_bytes}"
+        ) from None
     except WrongError as wrong:
         raise CheckpointError(f"{what:.500}: byte {reader.opcode_at}: {wrong}; nothing was executed") from None
 

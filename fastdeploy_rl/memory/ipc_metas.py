@@ -22,6 +22,7 @@ from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError, TrainerError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS
 from fastdeploy_rl.memory.inert_pickle import (
+    NO_DEADLINE,
     NOTHING,
     Bytes,
     Cursor,
@@ -83,12 +84,13 @@ class IpcMeta(NamedTuple):
     device: int = 0
 
 
-def read_ipc_metas(data: "Buffer", what: str = "IPC metadata") -> dict[str, IpcMeta]:
+def read_ipc_metas(data: "Buffer", what: str = "IPC metadata", deadline_ns: int = NO_DEADLINE) -> dict[str, IpcMeta]:
     """The rows by name. CheckpointError names `what`, and the tensor or the byte that is wrong."""
     held = bytes(data)
     if len(held) > MAX_FILE_BYTES:
         raise CheckpointError(f"{what:.500}: it has more than {MAX_FILE_BYTES} bytes")
-    found = value_of(_Reader(Cursor(lambda offset, count: held[offset : offset + count], len(held))), what)
+    reader = _Reader(Cursor(lambda offset, count: held[offset : offset + count], len(held)))
+    found = value_of(reader, what, deadline_ns)
     try:
         return _rows(found, held)
     except _RefusedError as refused:

@@ -20,6 +20,7 @@ from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS, MAX_HEADER_BYTES, StoredTensor
 from fastdeploy_rl.memory.inert_pickle import (
+    NO_DEADLINE,
     NOTHING,
     PLAIN_OPCODES,
     Bytes,
@@ -63,13 +64,13 @@ def read_saved_state(data: "Buffer", what: str = "saved state") -> SavedTensors:
         return _read(lambda offset, count: bytes(flat[offset : offset + count]), flat.nbytes, what)
 
 
-def read_saved_file(path: Path) -> SavedTensors:
+def read_saved_file(path: Path, deadline_ns: int = NO_DEADLINE) -> SavedTensors:
     """As `read_saved_state`, of a file, which is not mapped for it. CheckpointError names the file and what is wrong
-    with it."""
+    with it, DeadlineExceededError how far it came."""
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
             descriptor, num_bytes = file.fileno(), os.fstat(file.fileno()).st_size
-            return _read(lambda offset, count: os.pread(descriptor, count, offset), num_bytes, str(path))
+            return _read(lambda offset, count: os.pread(descriptor, count, offset), num_bytes, str(path), deadline_ns)
     except OSError as error:
         raise CheckpointError(f"{path!s:.500}: {error.strerror}") from error
 
@@ -82,8 +83,8 @@ def is_saved_state(first_bytes: bytes) -> bool:
     return is_pickle(first_bytes)
 
 
-def _read(read: Callable[[int, int], bytes], num_bytes: int, what: str) -> SavedTensors:
-    saved = value_of(_Reader(Cursor(read, num_bytes)), what)
+def _read(read: Callable[[int, int], bytes], num_bytes: int, what: str, deadline_ns: int = NO_DEADLINE) -> SavedTensors:
+    saved = value_of(_Reader(Cursor(read, num_bytes)), what, deadline_ns)
     try:
         return _tensors(saved)
     except _RefusedError as refused:

@@ -54,10 +54,11 @@ _KEPT_SETS = 4
 
 
 class DescribedFiles:
-    """One rank's view of files that others write. `find`: those that are there now; None: there are none.
+    """One rank's view of files that others write. `find`: those that are there now, until a deadline;
+    None: there are none.
     From any thread."""
 
-    def __init__(self, config: SourceConfig, find: Callable[[], FoundFiles | None], where: str) -> None:
+    def __init__(self, config: SourceConfig, find: Callable[[int], FoundFiles | None], where: str) -> None:
         """`where`: the places that were looked at, for the message that nothing is there."""
         self._config = config
         self._find = find
@@ -70,7 +71,7 @@ class DescribedFiles:
         """The files that are there, with their manifest: rank 0 makes it, where it is not known, the others take it.
         NoPublicationError when there are no files, none of that version, or no manifest of them (yet);
         DeadlineExceededError when not all bytes could be read."""
-        found = self._find()
+        found = self._find(deadline_ns)
         if found is None:
             raise NoPublicationError(f"nothing is published in {self._where}")
         check_not_open_to_all(found.directory, found.names)
@@ -378,7 +379,7 @@ class DescribedSource(FetchingSource):
     """One engine rank as a reader of such files: its own bytes are read into memory of its own, so that whatever
     becomes of the files afterwards, its weights stay as they are."""
 
-    def __init__(self, config: SourceConfig, find: Callable[[], FoundFiles | None], where: str) -> None:
+    def __init__(self, config: SourceConfig, find: Callable[[int], FoundFiles | None], where: str) -> None:
         """As `DescribedFiles`."""
         self._files = DescribedFiles(config, find, where)
         # Which version is wanted and which there is say the same files: what is there is what is wanted.

@@ -51,14 +51,14 @@ class FoundMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """Files that together are one version, found and not read. `read_layout` reads their headers; it raises
-    TrainerError or CheckpointError where they are not what they should be. `how`: what the layout depends on beside the
-    files, as text. `memory`: where the bytes lie elsewhere. `read_steps`: what each file says itself of which step it
+    """Files that together are one version, found and not read. `read_layout` reads their headers, until a deadline; it
+    raises TrainerError or CheckpointError where they are not what they should be. `how`: what the layout depends on
+    beside the files, as text. `memory`: where the bytes lie elsewhere. `read_steps`: which step each file says that it
     is; None where it says nothing."""
 
     directory: Path
     names: tuple[str, ...]
-    read_layout: Callable[[], FileLayout]
+    read_layout: Callable[[int], FileLayout]
     how: str
     memory: FoundMemory | None = None
     read_steps: Callable[[], Mapping[str, int | None]] = lambda: MappingProxyType({})
@@ -103,7 +103,7 @@ def describe(
     """The manifest of `files`, which are those of `found`, as that version. Reads every byte. TrainerError where twins
     differ, NoPublicationError where a file is another one afterwards, DeadlineExceededError where not all was read."""
     begun = time.monotonic()
-    layout = found.read_layout()
+    layout = found.read_layout(deadline_ns)
     with _reading(found, files, num_threads) as open_fetch:
         totals = _totals(found, layout, open_fetch, num_threads, deadline_ns)
     check_unchanged(found, files)

@@ -229,7 +229,7 @@ def _legacy(directory: Path, named: Sequence[_Named], gpus: Sequence[str] | None
 # --- what lies in them ----------------------------------------------------------------------------
 
 
-def _read_layout(directory: Path, ranks: Sequence[Sequence[str]], config: SourceConfig) -> FileLayout:
+def _read_layout(directory: Path, ranks: Sequence[Sequence[str]], config: SourceConfig, deadline_ns: int) -> FileLayout:
     """Reads the headers alone; `ranks`: the files of each."""
     number = 0
     slices: list[dict[str, Slice]] = []
@@ -238,7 +238,7 @@ def _read_layout(directory: Path, ranks: Sequence[Sequence[str]], config: Source
         slices.append({})
         aliases.append({})
         for file in files:
-            tensors, further = _contents(directory / file)
+            tensors, further = _contents(directory / file, deadline_ns)
             for name in sorted((tensors.keys() | further.keys()) & (slices[-1].keys() | aliases[-1].keys())):
                 raise TrainerError(
                     f"{directory / file}: tensor {name:.600} is in another part too; remove files of other versions"
@@ -276,9 +276,9 @@ def _is_pickle(path: Path) -> bool:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def _contents(path: Path) -> SavedTensors:
+def _contents(path: Path, deadline_ns: int) -> SavedTensors:
     """A file's tensors, and further names of the same. CheckpointError for what is neither format."""
     if _is_pickle(path):
-        return read_saved_file(path)
+        return read_saved_file(path, deadline_ns)
     with FileMap.open(path) as file:
         return SavedTensors(file.tensors, {})

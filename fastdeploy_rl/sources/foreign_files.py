@@ -10,8 +10,6 @@ Owns this order. Refuses to know the formats. Invariant: the directory that an e
 merely because it is there: somebody has to name it, or to number it.
 """
 
-from functools import partial
-
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.sources.describing import FoundFiles
@@ -30,7 +28,7 @@ def create(config: SourceConfig) -> DescribedSource:
         places += f"; nor has {config.model_dir} any of FastDeploy's, or a checkpoint with a version.yaml"
     if config.metas_dir is not None:
         places += f"; nor has {config.metas_dir}"
-    return DescribedSource(config, partial(find_foreign, config), places)
+    return DescribedSource(config, lambda _: find_foreign(config), places)
 
 
 def find_foreign(config: SourceConfig) -> FoundFiles | None:

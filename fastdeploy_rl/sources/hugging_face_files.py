@@ -5,7 +5,6 @@ to know which files belong to it (memory/checkpoint_files.py), when such a direc
 """
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from fastdeploy_rl.manifest import Part, Tensor
@@ -22,7 +21,7 @@ def find_hugging_face(directory: Path) -> FoundFiles | None:
     files = find_checkpoint_files(directory)
     if files is None:
         return None
-    return FoundFiles(directory, files.names, partial(_read_layout, files), "hugging_face")
+    return FoundFiles(directory, files.names, lambda _: _read_layout(files), "hugging_face")
 
 
 def _read_layout(files: CheckpointFiles) -> FileLayout:

@@ -80,10 +80,10 @@ def newest_metas_ns(directory: Path) -> int:
     return max(written)
 
 
-def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
+def find_ipc_metas(directory: Path, config: SourceConfig, deadline_ns: int) -> FoundFiles | None:
     """The files of the engine's ranks; None where there is none at all. NoPublicationError where some ranks' are
     missing; CheckpointError for a file that is no such table; ConfigurationError where CUDA_VISIBLE_DEVICES does not
-    list every rank's device."""
+    list every rank's device; DeadlineExceededError."""
     there = _listed(directory)
     if not there:
         return None
@@ -92,14 +92,14 @@ def find_ipc_metas(directory: Path, config: SourceConfig) -> FoundFiles | None:
     seen = identities_in(directory, names)
     data = [read_ipc_metas_bytes(directory / name) for name in names]
     tables = [
-        _RankTable.of(read_ipc_metas(each, str(directory / name)), gpu, name)
+        _RankTable.of(read_ipc_metas(each, str(directory / name), deadline_ns), gpu, name)
         for each, gpu, name in zip(data, gpus, names, strict=True)
     ]
     how = ["ipc_metas", [hashlib.sha256(each).hexdigest() for each in data], config.parameters]
     return FoundFiles(
         directory,
         names,
-        partial(_layout, directory, tables, config),
+        lambda _: _layout(directory, tables, config),
         msgspec.json.encode(how).decode(),
         FoundMemory(tuple(map(_segment, names, tables)), partial(_reader, seen, directory, tables, config)),
     )

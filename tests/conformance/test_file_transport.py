@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class FilePublisher:
         specs = [ParameterSpec(name, DTYPES[str(v.dtype)], v.shape, None) for name, v in weights(0).items()]
         self._directory = directory
         config = SourceConfig(directory / "channel", directory, parameters=tuple(specs))
-        self.files = DescribedFiles(config, partial(find_foreign, config), str(directory))
+        self.files = DescribedFiles(config, lambda _: find_foreign(config), str(directory))
 
     def publish(self, state_dict: dict[str, Any], *, step: int) -> Offer:
         write_model_state(self._directory, state_dict, rank=0, gpu=0)

@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fastdeploy_rl.errors import (
     CheckpointError,
     ConfigurationError,
     CoverageError,
+    DeadlineExceededError,
     FastDeployRLError,
     NoPublicationError,
     TrainerError,
@@ -71,7 +72,7 @@ def places(tmp_path: Path) -> Places:
 
 def offered(config: SourceConfig) -> Offer:
     """What is there, asked for by somebody else than the source under test."""
-    return DescribedFiles(config, partial(foreign_files.find_foreign, config), "").offer(None, soon()).offer
+    return DescribedFiles(config, lambda _: foreign_files.find_foreign(config), "").offer(None, soon()).offer
 
 
 # --- the common suite, one rank ---------------------------------------------------------------------
@@ -498,6 +499,14 @@ def test_a_pickle_that_would_execute_something_is_refused(places: Places) -> Non
 
 
 # --- round trips with what others wrote ---------------------------------------------------------------
+
+
+def test_reading_a_pickle_ends_at_the_deadline(places: Places) -> None:
+    as_a_shared_pickle(places, 0, weights(0))
+    found = foreign_files.find_foreign(places.config())
+    assert found is not None
+    with pytest.raises(DeadlineExceededError, match=r"tp0\.0\.pdparams: no time left to read it, at byte 2 of"):
+        found.read_layout(time.monotonic_ns())
 
 
 def test_what_is_written_is_what_safetensors_and_paddle_read(tmp_path: Path) -> None:

@@ -171,6 +171,12 @@ def test_the_version_is_the_one_that_the_trainer_wrote_down(
         assert taken(source) == (WeightVersion(1, step), as_bytes(weights(step)))
 
 
+def test_reading_a_table_ends_at_the_deadline(trainer: FastDeployTrainer, metas: Path, one_rank: SourceConfig) -> None:
+    trainer.write(metas / metas_name(0), weights(1))
+    with pytest.raises(DeadlineExceededError, match="ipc_metas_0: no time left to read it, at byte 2 of"):
+        find_ipc_metas(metas, one_rank, time.monotonic_ns())
+
+
 def described_in(source_config: SourceConfig) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (source_config.channel / "described").iterdir()}
 

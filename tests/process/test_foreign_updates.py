@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +174,7 @@ def test_bytes_that_change_without_a_trace_are_found_by_their_checksums(scene: S
 
 def described_as(config: SourceConfig) -> Path:
     """The record of the files that are there, made as rank 0 makes it."""
-    DescribedFiles(config, partial(find_foreign, config), "").offer(None, time.monotonic_ns() + 10**10)
+    DescribedFiles(config, lambda _: find_foreign(config), "").offer(None, time.monotonic_ns() + 10**10)
     return config.channel / "described" / record_name(config)
 
 

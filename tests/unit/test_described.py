@@ -42,7 +42,7 @@ def write(directory: Path, axis: int | None = None, seed: int = 0) -> None:
         (directory / name).write_bytes(b"123" + half.tobytes() + SCALE.tobytes())
 
 
-def layout(axis: int | None, read: list[str]) -> FileLayout:
+def layout(axis: int | None, read: list[str], deadline_ns: int) -> FileLayout:
     read.append("headers")
     if axis is None:
         parts, twins, place = (Part(0, 3, 0, 0),), [("w", Part(1, 3, 0, 0))], 3 + WHOLE.nbytes
@@ -69,7 +69,7 @@ class Scene:
         write(self.directory, axis)
         (self.directory / "version.yaml").write_text("step: 7\n")
 
-    def find(self) -> FoundFiles | None:
+    def find(self, deadline_ns: int = 0) -> FoundFiles | None:
         return FoundFiles(self.directory, ("a", "b"), partial(layout, self.axis, self.read), "two halves")
 
     def offer(self, rank: int = 0, version: WeightVersion | None = None, deadline_ns: int = 0) -> Offer:
@@ -280,7 +280,7 @@ def test_what_is_forgotten_is_read_again(scene: Scene) -> None:
 
 
 def test_nothing_found_is_said_with_the_places(scene: Scene) -> None:
-    files = DescribedFiles(SourceConfig(scene.channel), lambda: None, "x, y")
+    files = DescribedFiles(SourceConfig(scene.channel), lambda _: None, "x, y")
     with pytest.raises(NoPublicationError, match="nothing is published in x, y"):
         files.offer(None, soon())
     assert not scene.channel.exists()
@@ -329,11 +329,11 @@ def test_files_that_say_another_step_than_their_version_are_refused(
     before, read = sorted(scene.store.glob("*")), list(scene.read)
     found = scene.find()
     assert found is not None
-    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: steps))
+    monkeypatch.setattr(scene, "find", lambda _: replace(found, read_steps=lambda: steps))
     with pytest.raises(NoPublicationError, match=match):
         scene.offer()
     assert (sorted(scene.store.glob("*")), scene.read) == (before, read)
-    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: dict.fromkeys("ab", 7)))
+    monkeypatch.setattr(scene, "find", lambda _: replace(found, read_steps=lambda: dict.fromkeys("ab", 7)))
     assert scene.offer().version == WeightVersion(1, 7)
 
 
@@ -343,7 +343,7 @@ def test_files_that_say_two_steps_are_refused_also_where_no_version_file_is(
     (scene.directory / "version.yaml").unlink()
     found = scene.find()
     assert found is not None
-    monkeypatch.setattr(scene, "find", lambda: replace(found, read_steps=lambda: {"a": 7, "b": 6}))
+    monkeypatch.setattr(scene, "find", lambda _: replace(found, read_steps=lambda: {"a": 7, "b": 6}))
     with pytest.raises(NoPublicationError, match="b says that it is step 6, a says 7"):
         scene.offer()
     assert scene.read == []

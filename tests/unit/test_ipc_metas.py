@@ -1,8 +1,10 @@
 """FastDeploy's IPC metadata, read without pickle: rows are what they say, whatever is hostile is refused by name and
 never executed."""
 
+import itertools
 import pickle
 import pickletools
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_rl.errors import CheckpointError, TrainerError
-from fastdeploy_rl.memory import ipc_metas
+from fastdeploy_rl.errors import CheckpointError, DeadlineExceededError, TrainerError
+from fastdeploy_rl.memory import inert_pickle, ipc_metas
 from fastdeploy_rl.memory.ipc_metas import IpcMeta, read_ipc_metas, read_ipc_metas_file, write_ipc_metas
 
 HANDLE = bytes(range(64))
@@ -38,6 +40,20 @@ ROWS = {
     "empty": row(offset=2**40, bytes=0, dtype=7, dims=[0, 3], lod=[[0, 1]], device=0),
     "small": row(OTHER.decode("latin-1"), offset=8, bytes=2, dtype=17, dims=[2], device=0),
 }
+
+
+@pytest.mark.parametrize("num_looks", [0, 1, 3])
+def test_reading_ends_at_the_deadline_and_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch, num_looks: int) -> None:
+    """The clock is looked at every few thousand opcodes."""
+    looks = itertools.count()
+    monkeypatch.setattr(inert_pickle.time, "monotonic_ns", lambda: 100 if next(looks) >= num_looks else 0)
+    data = pickle.dumps({str(number): row() for number in range(3000)})
+    with pytest.raises(DeadlineExceededError, match=rf"ipc_metas_0: no time left to read it.* of {len(data)}") as late:
+        read_ipc_metas(data, "ipc_metas_0", 100)
+    found = re.search(r"at byte ([0-9]+)", str(late.value))
+    assert found is not None
+    assert (int(found[1]) > 1000) == (num_looks > 0)
+    assert next(looks) == num_looks + 1
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

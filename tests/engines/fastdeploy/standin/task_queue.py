@@ -13,7 +13,7 @@ from tests.engines.fastdeploy.standin.ipc_signal import IPCSignal
 
 
 class EngineWorkerQueue:
-    """One rank's end. An engine that is gone sends no tasks any more."""
+    """One rank's end. A worker whose engine is gone, as with a test run that was killed, ends when it looks here."""
 
     def __init__(self, stream: TextIO, client_id: int, num_client: int, port: int) -> None:
         self._stream = stream
@@ -50,6 +50,8 @@ class EngineWorkerQueue:
             data = os.read(self._stream.fileno(), 1 << 16)
         except BlockingIOError:
             return
+        if not data:
+            raise SystemExit("the engine is gone")
         *lines, self._tail = (self._tail + data.decode()).split("\n")
         self._pending.extend(lines)
 

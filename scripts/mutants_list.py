@@ -851,8 +851,8 @@ MUTANTS = (
         "values_changed_in_place_unseen",
         "other bytes under the same file of a trainer are another version",
         f"{_P}sources/described.py",
-        "is_same = manifest.content_digest == known[0].content_digest",
-        "is_same = True",
+        "return manifest.content_digest == other.content_digest",
+        "return True",
         "tests/conformance/test_ipc_metas_source.py::test_values_that_change_where_they_lie_are_another_version_and_show_in_no_copy",
     ),
     _mutant(

@@ -26,8 +26,6 @@ MAX_INTEGER_BYTES: Final = 9
 NO_DEADLINE: Final = 2**63 - 1
 
 _WINDOW_BYTES = 1 << 14
-
-
 _LOOKS_AT_CLOCK = 4096
 """Opcodes: read in a few milliseconds."""
 

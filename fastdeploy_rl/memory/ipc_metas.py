@@ -38,6 +38,7 @@ from fastdeploy_rl.memory.regular_file import read_regular
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+METAS_PREFIX: Final = "ipc_metas_"
 HANDLE_BYTES: Final = 64
 MAX_FILE_BYTES: Final = 64 << 20
 MAX_ROWS: Final = 200_000
@@ -70,6 +71,11 @@ _UNKNOWN_DTYPES: Final = {
     14: "PSTRING",
 }
 """For messages."""
+
+
+def metas_name(gpu: str | int) -> str:
+    """Of the file for the tensors on one device."""
+    return f"{METAS_PREFIX}{gpu}"
 
 
 class IpcMeta(NamedTuple):

@@ -1,12 +1,14 @@
 """A publication as stock FastDeploy reads it, beside our own: `publish(..., compat="fastdeploy", fastdeploy=...)`.
 
 Owns which files a publication has there, and that they appear together with it: they are written before it is
-announced, put in place after it, and `version.yaml` last. Refuses to know formats (`fastdeploy_files`,
-`memory.ipc_metas`). Invariant: where a publication fails, the files are those of the one before, and nothing unfinished
-is left; device tensors that a file names stay alive until the next publication or the publisher's end.
+announced, put in place after it, and `version.yaml` last of what this process writes. Refuses to know formats
+(`fastdeploy_files`, `memory.ipc_metas`). Invariant: where a version is not announced, the files are those of the one
+before; nothing unfinished is left; device tensors that a file names stay alive until the next publication or the
+publisher's end.
 
 One process has whole tensors in CPU memory and writes the slices of every rank; or, with `part=(rank, count)`, each
-process has what its rank has, in CPU or in CUDA memory, and writes its own file.
+process has what its rank has, in CPU or in CUDA memory, and writes its own file. Nobody waits for the other parts'
+files: all are there, and `version.yaml` says so, once `publish` has returned on every part.
 """
 
 import logging
@@ -14,7 +16,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from fastdeploy_rl.errors import ConfigurationError, TrainerError
 from fastdeploy_rl.manifest import layout_ranks
 from fastdeploy_rl.memory.cuda_handles import CudaHandles
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
-from fastdeploy_rl.memory.ipc_metas import write_ipc_metas
+from fastdeploy_rl.memory.ipc_metas import metas_name, write_ipc_metas
 from fastdeploy_rl.plan import namespaces
 from fastdeploy_rl.publish.arrangement import ArrangedTensor, Arrangement
 from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
@@ -54,7 +56,7 @@ class FastDeployFiles:
     model_dir: str | Path
     gpus: Sequence[str | int] = ()
     num_parts: int = 1
-    metas_dir: str | Path = field(default=SHARED_DIR)
+    metas_dir: str | Path = SHARED_DIR
 
     def rank_gpus(self, num_ranks: int) -> tuple[str, ...]:
         """One for each rank. ConfigurationError for another number than that, or what no file can be called."""
@@ -184,7 +186,7 @@ class CompatPublisher:
     ) -> PendingCompat:
         metas = handles.metas()
         names = _flat_names(arrangement)
-        path = Path(files.metas_dir) / f"ipc_metas_{gpu}"
+        path = Path(files.metas_dir) / metas_name(gpu)
         with storing(path, _ADVICE):
             group = _group_of(path.parent)
             rows = {flat: metas[trainer_name] for flat, trainer_name in names.items()}

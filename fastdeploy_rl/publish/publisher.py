@@ -162,10 +162,12 @@ class WeightPublisher:
         memory then, where each rank has a process (`part`): FastDeploy is told where they lie, so that they must not
         change while it updates, and stay alive until the next publication; our own is a copy in host memory.
 
-        On any error LATEST is what it was and nothing is held. VersionRegressError: `step` is not above the last one.
-        TrainerError, ConfigurationError: a tensor, a name or the layout cannot be published, or parts do not fit
-        together. LifecycleError: borrowed memory was not taken back. DeadlineExceededError: engines keep all arenas,
-        or parts are missing; they are named. PeerLostError: another part died. NoSpaceError: no room in /dev/shm.
+        On any error LATEST is what it was and nothing is held, except where stock's files cannot be put in place
+        (NoSpaceError, SegmentError, naming the file): the version is announced by then, and stays. VersionRegressError:
+        `step` is not above the last one. TrainerError, ConfigurationError: a tensor, a name or the layout cannot be
+        published, or parts do not fit together. LifecycleError: borrowed memory was not taken back.
+        DeadlineExceededError: engines keep all arenas, or parts are missing; they are named. PeerLostError: another
+        part died. NoSpaceError: no room in /dev/shm.
         """
         opened = self._started()
         check_compat(compat, fastdeploy)

@@ -49,7 +49,7 @@ _NAME = re.compile(rf"model_state\.tp(?P<rank>{_RANK})\.(?P<gpu>{_GPU})(\.part(?
 _LEGACY_NAME = re.compile(rf"model_state\.tp0(?P<gpu>{_GPU})\.pdparams", re.ASCII)
 _MAX_ENTRIES = 10_000
 _STEP = "step"
-"""The key in a safetensors header under which a writer says which step the file is."""
+"""The key in the metadata of a safetensors header under which a trainer may say which step the file is."""
 _NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
 
 
@@ -260,7 +260,7 @@ def _read_steps(directory: Path, names: Sequence[str]) -> dict[str, int | None]:
 
 
 def _step_in(path: Path) -> int | None:
-    """What a writer of ours says in the header. Pickles have no place for it."""
+    """What a trainer put into the header; FastDeploy and our writers put nothing. Pickles have no place for it."""
     if _is_pickle(path):
         return None
     with FileMap.open(path) as file:

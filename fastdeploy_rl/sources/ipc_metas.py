@@ -23,7 +23,7 @@ import msgspec
 from fastdeploy_rl.errors import ConfigurationError, CudaUnavailableError, NoPublicationError, TrainerError
 from fastdeploy_rl.manifest import Segment, aligned
 from fastdeploy_rl.memory.cuda_devices import find_device, visible_devices
-from fastdeploy_rl.memory.ipc_metas import IpcMeta, read_ipc_metas, read_ipc_metas_bytes
+from fastdeploy_rl.memory.ipc_metas import METAS_PREFIX, IpcMeta, metas_name, read_ipc_metas, read_ipc_metas_bytes
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.described import DescribedSource
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, FoundMemory, identities_in
@@ -33,13 +33,6 @@ from fastdeploy_rl.sources.version_file import uncounted_epoch, wanted_version
 from fastdeploy_rl.transport.device_memory import DeviceAllocation, DeviceReader, DeviceRun, DeviceSegment
 from fastdeploy_rl.transport.files import FileIdentity
 from fastdeploy_rl.version import WeightVersion
-
-_PREFIX = "ipc_metas_"
-
-
-def metas_name(gpu: str | int) -> str:
-    """Of the file for the tensors on one device."""
-    return f"{_PREFIX}{gpu}"
 
 
 class IpcMetasSource(DescribedSource):
@@ -107,7 +100,7 @@ def find_ipc_metas(directory: Path, config: SourceConfig, deadline_ns: int) -> F
 
 def _listed(directory: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(directory) if name.startswith(_PREFIX) and name != _PREFIX)
+        return sorted(name for name in os.listdir(directory) if name.startswith(METAS_PREFIX) and name != METAS_PREFIX)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

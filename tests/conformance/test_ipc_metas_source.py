@@ -26,7 +26,7 @@ from fastdeploy_rl.errors import (
     NoPublicationError,
     TrainerError,
 )
-from fastdeploy_rl.memory.ipc_metas import read_ipc_metas_file
+from fastdeploy_rl.memory.ipc_metas import metas_name, read_ipc_metas_file
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.fastdeploy_files import write_saved_model_state, write_version
@@ -34,7 +34,7 @@ from fastdeploy_rl.publish.publisher import WeightPublisher
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.described import DescribedFiles
-from fastdeploy_rl.sources.ipc_metas import find_ipc_metas, metas_name
+from fastdeploy_rl.sources.ipc_metas import find_ipc_metas
 from fastdeploy_rl.testing.fake_cuda import DEVICES, FakeCuda
 from fastdeploy_rl.transport.base import Offer
 from fastdeploy_rl.transport.device_memory import DeviceAllocation, DeviceReader, DeviceRun, DeviceSegment

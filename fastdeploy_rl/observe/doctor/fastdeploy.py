@@ -81,9 +81,11 @@ def judge_entry_points(entries: Sequence[Entry]) -> Check:
     if not ours:
         return fail("entry point", f"no {PLUGIN} in {GROUP}; there is {', '.join(others) or 'none'}", mend)
     if len(ours) > 1:
-        found = f"{PLUGIN} stands {len(ours)} times in {GROUP}: {', '.join(entry.distribution for entry in ours)}"
+        found = (
+            f"{PLUGIN} stands {len(ours)} times in {GROUP}: {', '.join(quoted(entry.distribution) for entry in ours)}"
+        )
         return fail("entry point", found, "uninstall all but one of these distributions")
-    found = f"{ours[0].value} of {ours[0].distribution}"
+    found = f"{quoted(ours[0].value)} of {quoted(ours[0].distribution)}"
     return ok("entry point", found + (f"; beside it {', '.join(others)}" if others else ""))
 
 

@@ -143,7 +143,9 @@ class CompatPublisher:
         self._handles: CudaHandles | None = None
         self._metas: tuple[Path, int] | None = None
 
-    def prepare(self, arrangement: Arrangement, state: CompatState, files: FastDeployFiles) -> PendingCompat:
+    def prepare(
+        self, arrangement: Arrangement, state: CompatState, files: FastDeployFiles, step: int
+    ) -> PendingCompat:
         """Writes the files beside their places. ConfigurationError where a layout, a convention or the parts do not
         fit to what FastDeploy reads; NoSpaceError, SegmentError, CudaError. Then nothing is left."""
         _check_as_engine_has_them(arrangement)
@@ -151,7 +153,7 @@ class CompatPublisher:
         gpus = files.rank_gpus(self._part.count if self._part.count > 1 else len(ranks))
         if state.handles is not None:
             return self._prepare_metas(arrangement, state.handles, files, gpus[self._part.index])
-        return self._prepare_files(arrangement, ranks, files, gpus)
+        return self._prepare_files(arrangement, ranks, files, gpus, step)
 
     def _ranks(self, arrangement: Arrangement, state: CompatState) -> list[int | None]:
         """Which ranks' slices this process writes; None: everything it has."""
@@ -166,7 +168,12 @@ class CompatPublisher:
         return list(range(num_cut))
 
     def _prepare_files(
-        self, arrangement: Arrangement, ranks: Sequence[int | None], files: FastDeployFiles, gpus: Sequence[str]
+        self,
+        arrangement: Arrangement,
+        ranks: Sequence[int | None],
+        files: FastDeployFiles,
+        gpus: Sequence[str],
+        step: int,
     ) -> PendingCompat:
         names, states = _flat_names(arrangement), []
         with ExitStack() as undo:
@@ -174,7 +181,7 @@ class CompatPublisher:
                 number = self._part.index if rank is None else rank
                 tensors = _flat(arrangement, names, rank)
                 state = prepare_model_state(
-                    files.model_dir, tensors, rank=number, gpu=gpus[number], num_parts=files.num_parts
+                    files.model_dir, tensors, rank=number, gpu=gpus[number], num_parts=files.num_parts, step=step
                 )
                 undo.callback(state.discard)
                 states.append(state)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _ADVICE = "make room there"
+_STEP = "step"
+"""The key in the metadata of a safetensors header."""
 
 
 def part_name(rank: int, gpu: str | int, part: int) -> str:
@@ -36,15 +38,22 @@ def file_name(rank: int, gpu: str | int) -> str:
 
 
 def write_model_state(
-    directory: str | Path, tensors: Mapping[str, Any], *, rank: int, gpu: str | int, num_parts: int = 1
+    directory: str | Path,
+    tensors: Mapping[str, Any],
+    *,
+    rank: int,
+    gpu: str | int,
+    num_parts: int = 1,
+    step: int | None = None,
 ) -> list[Path]:
     """Writes a rank's slices (contiguous CPU tensors of Paddle, torch or numpy, BF16 there as uint16) into the model
     directory: one file, or `num_parts` of about the same size, counted from 0. Parts of an earlier, finer split are
-    removed, since FastDeploy would read them too.
+    removed, since FastDeploy would read them too. `step`: is written into the files' metadata, which FastDeploy
+    does not read; an engine here refuses ranks of two steps by it, and a `version.yaml` that says another.
 
     Returns the files. TrainerError for a tensor that cannot be taken as it is, NoSpaceError or SegmentError where a
     file cannot be written: then the files before it are new and the others are as they were."""
-    state = prepare_model_state(directory, _borrowed(tensors), rank=rank, gpu=gpu, num_parts=num_parts)
+    state = prepare_model_state(directory, _borrowed(tensors), rank=rank, gpu=gpu, num_parts=num_parts, step=step)
     try:
         return state.finish()
     except BaseException:
@@ -76,7 +85,13 @@ class PendingModelState(NamedTuple):
 
 
 def prepare_model_state(
-    directory: str | Path, tensors: Mapping[str, HostTensor], *, rank: int, gpu: str | int, num_parts: int = 1
+    directory: str | Path,
+    tensors: Mapping[str, HostTensor],
+    *,
+    rank: int,
+    gpu: str | int,
+    num_parts: int = 1,
+    step: int | None = None,
 ) -> PendingModelState:
     """As `write_model_state`, up to the moment where the files appear."""
     if not 1 <= num_parts <= max(1, len(tensors)):
@@ -85,7 +100,7 @@ def prepare_model_state(
     written: list[PendingFile] = []
     try:
         for name, share in zip(names, _shares(tensors, num_parts), strict=True):
-            written.append(_pending(Path(directory) / name, _safetensors(share)))
+            written.append(_pending(Path(directory) / name, _safetensors(share, step)))
     except BaseException:
         for file in written:
             file.discard()
@@ -125,9 +140,9 @@ def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[
         start = stop
 
 
-def _safetensors(tensors: Mapping[str, HostTensor]) -> "Iterator[Buffer]":
+def _safetensors(tensors: Mapping[str, HostTensor], step: int | None) -> "Iterator[Buffer]":
     entries = [HeaderEntry(name, each.dtype, each.shape, each.key.num_bytes) for name, each in tensors.items()]
-    yield encode_header(entries, {})
+    yield encode_header(entries, {} if step is None else {_STEP: str(step)})
     yield from (tensor.buffer for tensor in tensors.values())
 
 

@@ -181,7 +181,9 @@ class WeightPublisher:
             _check_state_dict(state_dict)
             state = CompatState.of(state_dict) if fastdeploy is not None else CompatState(_borrow_all(state_dict), None)
             arrangement = arrange(state.hosts, layout, convention, shards)
-            pending = self._compat.prepare(arrangement, state, fastdeploy) if fastdeploy is not None else None
+            pending = (
+                self._compat.prepare(arrangement, state, fastdeploy, step) if fastdeploy is not None else None
+            )
             try:
                 wish = Wish(arrangement, step, borrow, _deadline_ns(wait_s), on_progress)
                 manifest = opened.publish(wish, self._observer)

@@ -260,7 +260,7 @@ def _read_steps(directory: Path, names: Sequence[str]) -> dict[str, int | None]:
 
 
 def _step_in(path: Path) -> int | None:
-    """What a trainer put into the header; FastDeploy and our writers put nothing. Pickles have no place for it."""
+    """What a trainer, or our writer, put into the header. Pickles have no place for it."""
     if _is_pickle(path):
         return None
     with FileMap.open(path) as file:

@@ -18,6 +18,7 @@ from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import (
     ConfigurationError,
     FastDeployRLError,
+    NoPublicationError,
     SegmentError,
     TrainerError,
     VersionRegressError,
@@ -95,6 +96,30 @@ def test_every_rank_has_its_slices_under_fastdeploys_names_and_our_channel_has_a
     assert (places.model / "version.txt").read_text() == "7\n"
     assert Channel(places.channel).read_publication(soon())[1] == published.manifest
     assert {*published.manifest.aliases, *(tensor.name for tensor in published.manifest.tensors)} == set(whole)
+
+
+def test_an_engine_here_tells_a_half_written_set_by_the_step_in_each_file(
+    places: Places, publisher: WeightPublisher
+) -> None:
+    """No tensor shows it, since all are cut; stock FastDeploy reads whatever is there."""
+    specs = (ParameterSpec(Q, "F32", (6, 8), 1),)
+    config = SourceConfig(places.channel.with_name("elsewhere"), places.model, 0, 2, specs)
+    source = registry.create("ipc_snapshot", config)
+    for step in (1, 2):
+        files = places.held() if step == 2 else {}
+        state_dict = {Q: np.full((6, 8), step, np.float32)}
+        arguments = {"compat": "fastdeploy", "fastdeploy": places.files(0, 1)}
+        publisher.publish(state_dict, step=step, layout="tp:2", **arguments)
+        assert source.resolve(None, deadline_ns=soon()).version.step == step
+    described = sorted(os.listdir(config.channel / "described"))
+    (places.model / "model_state.tp1.1.pdparams").write_bytes(files["model_state.tp1.1.pdparams"])
+    with pytest.raises(NoPublicationError, match=r"tp1\.1\.pdparams says that it is step 1, its version file says 2"):
+        source.resolve(None, deadline_ns=soon())
+    write_version(places.model, 1)
+    with pytest.raises(NoPublicationError, match=r"tp0\.0\.pdparams says that it is step 2, its version file says 1"):
+        source.resolve(None, deadline_ns=soon())
+    assert sorted(os.listdir(config.channel / "described")) == described
+    source.close()
 
 
 def test_a_full_layout_is_one_rank(places: Places, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 Owns the form that `checksum.int64_tensor_form` states, on arrays of torch, cupy, Paddle or numpy; imports none of them.
 Refuses to know where the arrays came from. Invariant: equal to `checksum.of_bytes` of the same bytes, bit for bit; each
-sum is exact modulo 2^64, since int64 arithmetic wraps. Tested on numpy, and on CPU tensors of Paddle and torch; not run
-on a GPU.
+sum is exact modulo 2^64, since int64 arithmetic wraps. Tested on numpy, on CPU tensors of Paddle, and of torch where it
+is installed; not run on a GPU.
 """
 
 from typing import Any, NamedTuple, Protocol, TypeAlias

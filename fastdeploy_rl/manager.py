@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from fastdeploy_rl.board.board import Board, rank_lock_path
 from fastdeploy_rl.board.layout import Ballot, CommandRecord
@@ -50,6 +51,7 @@ from fastdeploy_rl.memory.arena import ArenaPair
 from fastdeploy_rl.memory.owner_lock import OwnerLock
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.plan.planner import LastPlan
+from fastdeploy_rl.report import CommandKind
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.attempt import attempt
@@ -129,10 +131,12 @@ class DynamicWeightManager:
         config: ManagerConfig,
         observer: StepObserver | None = None,
         await_loops: Callable[[], None] | None = None,
+        refused: Mapping[CommandKind, str] = MappingProxyType({}),
     ) -> None:
-        """`await_loops`, on rank 0, where the engine's loop looks at the status word itself: called before that tells
-        how a command ended; returns when every rank's loop stands still for it. `observer` hears of the steps of
-        updates on this rank, on the thread that carries them out."""
+        """`refused`: commands that this engine has no part in, and why. `await_loops`, on rank 0, where the engine's
+        loop looks at the status word itself: called before that tells how a command ended; returns when every rank's
+        loop stands still for it. `observer` hears of the steps of updates on this rank, on the thread that carries them
+        out."""
         self.rank = rank
         self._board = board
         self._source = source
@@ -148,7 +152,7 @@ class DynamicWeightManager:
             num_threads=threads,
             num_staging_threads=config.staging_threads,
         )
-        self._observer, self._await_loops = observer, await_loops
+        self._observer, self._await_loops, self._refused = observer, await_loops, refused
         self._lock = OwnerLock(rank_lock_path(board.run_dir, rank))
         self._last_command = 0
         self._overdue_ns = 0
@@ -247,6 +251,7 @@ class DynamicWeightManager:
             on_fault=self._note_fault,
             wake=self._wake,
             await_loops=self._await_loops,
+            refused=self._refused,
         )
 
     def close(self) -> None:

@@ -972,8 +972,8 @@ MUTANTS = (
         "cleared_engine_let_go",
         "FastDeploy's loop goes on with the value that it waits for, and not with another one",
         _P_SEAT,
-        "                self._lead(lambda: self._word.load() == wanted,",
-        "                self._lead(lambda: self._word.load() != LegacyStatus.UPDATING,",
+        "            if word == wanted or self._manager.times_shown(wanted) > before:",
+        "            if word != LegacyStatus.UPDATING:",
         f"{_SEAT}::test_a_cleared_engine_that_refuses_a_version_waits_for_the_next_signal",
     ),
     _mutant(

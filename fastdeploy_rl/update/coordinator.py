@@ -8,8 +8,9 @@ outcome, and what the engine shows of itself follows from outcomes only.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from fastdeploy_rl import _native
 from fastdeploy_rl.board import layout
@@ -23,6 +24,7 @@ from fastdeploy_rl.errors import (
     DeadlineExceededError,
     FastDeployRLError,
     FencedError,
+    LifecycleError,
     NoPublicationError,
     NotServingError,
     PeerLostError,
@@ -88,13 +90,14 @@ class Coordinator:
         on_fault: Callable[[str], None],
         wake: Callable[[], None],
         await_loops: Callable[[], None] | None = None,
+        refused: Mapping[CommandKind, str] = MappingProxyType({}),
     ) -> None:
         """`await_loops`: as LegacyRequest wants it, where loops that are not ours look at the word.
         `is_restarted_on_death`: somebody starts a rank again that died, or that is condemned. `has_checksums` False:
         ranks bring no sums, so that there are no receipts. `replicated`: parameters of which every rank has all. `wake`
-        is called when the engine's loop may go on."""
+        is called when the engine's loop may go on. `refused`: commands that are none for this engine, and why."""
         self.state = EngineState(board)
-        self._wake_loop, self._await_loops = wake, await_loops
+        self._wake_loop, self._await_loops, self._refused = wake, await_loops, refused
         self._board = board
         self._source = source
         self._load_strategy = load_strategy
@@ -266,6 +269,8 @@ class Coordinator:
         self.state.fence(f"ranks {sorted(lost)} died", is_torn=False)
 
     def _carry_out(self, request: CommandRequest) -> CommandOutcome:
+        if why := self._refused.get(request.kind):
+            raise LifecycleError(why)
         try:
             return self._handlers[request.kind](request)
         finally:

@@ -59,6 +59,7 @@ SPOKEN = {
     ): "as long as a piece of work before it, in the command's time",
     ("engines/fastdeploy/cache_transfer.py", "time.sleep(_LOOK_NS / 1000000000.0)"): IN_A_LOOP,
     ("engines/fastdeploy/engine_hooks.py", "time.sleep(_LOOK_S)"): IN_A_LOOP,
+    ("engines/fastdeploy/attendance.py", "time.sleep(_SHOWN_S)"): "for a moment, which is what it is for",
     ("engines/fastdeploy/seat.py", "time.sleep(_LOOK_AGAIN_S)"): IN_A_LOOP,
     ("engines/fastdeploy/seat.py", "asked.result()"): ENDED,
     ("engines/fastdeploy/seat.py", "self._manager.poll()"): NEVER_WAITS,

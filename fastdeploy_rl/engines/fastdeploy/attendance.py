@@ -5,8 +5,8 @@ nothing but look, until it sees the value that it expects. So the word must not 
 come, or one of them stands still alone; and a rank that begins to look late never sees a value that a trainer has
 overwritten.
 
-Owns the marks of the ranks, and the word's short changes that end such a wait. Refuses to know commands. Invariant: a
-value that is no command is shown for a moment only, and only while some rank's loop is missing.
+Owns the marks of the ranks, and the word's short changes that end such a wait. Refuses to know commands. Invariant:
+what is not true is shown for a moment only, and only to a rank that looks for it in vain.
 """
 
 import logging
@@ -21,42 +21,64 @@ from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.legacy import StatusWord
 from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import DeadlineExceededError
-from fastdeploy_rl.lifecycle import LegacyCommand, LegacyStatus
+from fastdeploy_rl.lifecycle import LegacyStatus
 
 _log = logging.getLogger(__name__)
 
-_COMMANDS = frozenset(command.value for command in LegacyCommand)
 _LOOK_S = 0.1
-_PATIENCE_S = 3.0
-"""Longer than a turn of the loop takes, but for the longest prefills."""
+_PATIENCE_S = 1.5
+"""FastDeploy's loop looks every 10 ms, but once a second where its process groups stay while weights are away."""
 _SHOWN_S = 0.015
-"""FastDeploy's loop looks every 10 ms."""
+
+_ELSEWHERE, _HERE = 0, 1
+_LOOKS_FOR = {LegacyStatus.NORMAL: 2, LegacyStatus.CLEARED: 3}
+_EXPECTED = {mark: status for status, mark in _LOOKS_FOR.items()}
 
 
 class Attendance:
-    """Of the ranks of one engine, seen from one of them."""
+    """Of the ranks of one engine, seen from one of them, whose mark it keeps."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._offset = board, layout.attending_offset(rank)
+        self._mark, self._wanted = _ELSEWHERE, LegacyStatus.NORMAL
+
+    def _show(self, mark: int) -> None:
+        self._mark = mark
+        self._board.store(self._offset, mark)
 
     @contextmanager
-    def here(self) -> Iterator[None]:
-        """Inside, this rank's loop stands still for the word."""
-        self._board.store(self._offset, 1)
+    def here(self, wanted: LegacyStatus) -> Iterator[None]:
+        """Inside, this rank's loop stands still for the word; afterwards FastDeploy's looks for `wanted` there."""
+        self._wanted = wanted
+        self._show(_HERE)
         try:
             yield
         finally:
             self.leave()
 
     def leave(self) -> None:
-        """From here on it does not, whoever else still does."""
-        self._board.store(self._offset, 0)
+        """From here on it looks, whoever else still stands still."""
+        if self._mark == _HERE:
+            self._show(_LOOKS_FOR[self._wanted])
 
-    def missing(self) -> list[int]:
-        """Ranks that live and are not here."""
+    def note_turn(self) -> None:
+        """It has found what it looked for: its loop turns."""
+        if self._mark != _ELSEWHERE:
+            self._show(_ELSEWHERE)
+
+    def _marks(self) -> dict[int, int]:
+        """Of the ranks that live."""
         lost = self._board.lost_ranks()
         ranks = (rank for rank in range(self._board.num_ranks) if rank not in lost)
-        return [rank for rank in ranks if not self._board.load(layout.attending_offset(rank))]
+        return {rank: self._board.load(layout.attending_offset(rank)) for rank in ranks}
+
+    def missing(self) -> list[int]:
+        """Ranks that live and do not stand still for the word."""
+        return [rank for rank, mark in self._marks().items() if mark != _HERE]
+
+    def looking(self) -> dict[int, LegacyStatus]:
+        """Ranks that live and were not seen since they began to look, and what for."""
+        return {rank: _EXPECTED[mark] for rank, mark in self._marks().items() if mark in _EXPECTED}
 
     def await_all(self, within_s: float) -> None:
         """DeadlineExceededError names those that did not come."""
@@ -68,18 +90,14 @@ class Attendance:
 class LoopWatch:
     """A thread of rank 0's, inside a with statement, where FastDeploy's loop looks at the word.
 
-    A command that waits while all loops wait for a trainer (the word reads CLEARED) is let in. A command in the word
-    that some rank does not come for is taken out for a moment: that rank may still be waiting for the value which stood
-    there before, and goes on when it sees it."""
+    A command that waits while all loops wait for a trainer (the word reads CLEARED) is let in. A rank that looks for a
+    value which a trainer has overwritten is shown it for a moment, as often as it takes."""
 
     def __init__(self, attendance: Attendance, word: StatusWord, let_in: Callable[[], None]) -> None:
         """`let_in`: called while the word reads CLEARED."""
         self._attendance, self._word, self._let_in = attendance, word, let_in
-        self._expected = LegacyStatus.NORMAL
-        """What the ranks came for last, and so what a late one may still wait for."""
-        self._missed_since: float | None = None
-        self._is_overtaken = threading.Event()
-        """A trainer was faster than the ranks' way back to their loops."""
+        self._since: dict[int, float] = {}
+        """Of ranks that look in vain."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fastdeploy_rl-loop-watch", daemon=True)
 
@@ -93,40 +111,24 @@ class LoopWatch:
         self._is_over.set()
         self._thread.join(Deadlines.let_go_s)
 
-    def note_left_for(self, value: LegacyStatus) -> None:
-        """The ranks go back to FastDeploy's loop, which looks for that value. Where a trainer has stored another one
-        already they are shown it."""
-        self._expected = value
-        if self._word.load() in _COMMANDS:
-            self._is_overtaken.set()
-
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             value = self._word.load()
             if value == LegacyStatus.CLEARED:
                 self._let_in()
-            if self._is_missed(value):
-                self._show_expected(value)
+            for expected in self._looked_for_in_vain(value):
+                self._show(expected, value)
 
-    def _is_missed(self, value: int) -> bool:
-        """Some rank does not come for a command: since it cannot, or for so long that it is no turn of the loop."""
-        if value not in _COMMANDS or not self._attendance.missing():
-            self._missed_since = None
-            self._is_overtaken.clear()
-            return False
-        if self._is_overtaken.is_set():
-            return True
+    def _looked_for_in_vain(self, value: int) -> set[LegacyStatus]:
+        """For so long that FastDeploy's loop has not merely not looked again."""
+        looking = {rank: expected for rank, expected in self._attendance.looking().items() if expected != value}
         now = time.monotonic()
-        self._missed_since = self._missed_since or now
-        return now - self._missed_since >= _PATIENCE_S
+        self._since = {rank: self._since.get(rank, now) for rank in looking}
+        return {looking[rank] for rank, since in self._since.items() if now - since >= _PATIENCE_S}
 
-    def _show_expected(self, value: int) -> None:
-        _log.warning(
-            "event=word_shown value=%s instead_of=%d for_ranks=%s",
-            self._expected.name,
-            value,
-            self._attendance.missing(),
-        )
-        if self._word.exchange(value, self._expected) == value:
+    def _show(self, expected: LegacyStatus, value: int) -> None:
+        ranks = sorted(self._since)
+        _log.warning("event=word_shown value=%s instead_of=%d for_ranks=%s", expected.name, value, ranks)
+        if self._word.exchange(value, expected) == value:
             time.sleep(_SHOWN_S)
-            self._word.exchange(self._expected, value)
+            self._word.exchange(expected, value)

@@ -11,7 +11,7 @@ import time
 from fastdeploy_rl.board import layout
 from fastdeploy_rl.board.board import Board
 from fastdeploy_rl.board.layout import CallRecord
-from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, PeerLostError
+from fastdeploy_rl.errors import DeadlineExceededError, FastDeployRLError, LifecycleError, PeerLostError
 
 _LOOK_AT_LEADER_NS = 200_000_000
 _RELEASE_ROUND = (1 << 64) - 1
@@ -107,6 +107,8 @@ class Boundary:
         """Returns when every rank has come so far in what it was called to. DeadlineExceededError names who has not."""
         if self._board.num_ranks == 1:
             return
+        if self._num_met + 2 >= _MAX_MEETINGS:
+            raise LifecycleError(f"rank {self._rank}: no command meets {_MAX_MEETINGS} times")
         self._num_met += 1
         meeting = self._record.sequence * _MAX_MEETINGS + self._num_met
         self._board.store(layout.meeting_offset(self._rank), meeting)

@@ -47,6 +47,8 @@ class CacheTransfer:
         self._port, self._timeout_s = port, timeout_s
         self.has_process, self.has_prefix_tree = has_process, has_prefix_tree
         self._leads, self._listens = leads, listens
+        self.is_tree_silent = False
+        """The prefix tree did not answer when it was asked last."""
         self.is_told = False
         """FastDeploy's engine tells the others itself, at present."""
 
@@ -141,8 +143,10 @@ class CacheTransfer:
     def clear_tree(self) -> None:
         """From here on the engine finds no KV of before. DeadlineExceededError: the tree is as it was."""
         if self._speaks_to_tree:
+            self.is_tree_silent = True
             try:
                 self._ask(PREFIX_TREE_WORD, LegacyStatus.CLEARING, LegacyStatus.CLEARED, _TREE)
+                self.is_tree_silent = False
             except DeadlineExceededError:
                 with closing(StatusWord(PREFIX_TREE_WORD, self._port)) as word:
                     word.exchange(LegacyStatus.CLEARING, LegacyStatus.NORMAL)

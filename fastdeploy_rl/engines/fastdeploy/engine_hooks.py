@@ -118,6 +118,11 @@ class EngineHooks:
         """All of it: where making it failed half way there is something to drop, and no more."""
         return "caches" in self._runner.share_inputs and bool(self._runner.cache_kvs_map)
 
+    @property
+    def is_kv_asleep(self) -> bool:
+        """FastDeploy has made pages, and they are gone."""
+        return self._has_started and not self.has_kv_cache
+
     def told_by_engine(self) -> AbstractContextManager[None]:
         """As `CacheTransfer.told_by_engine`."""
         return self._cache_transfer.told_by_engine()
@@ -136,7 +141,10 @@ class EngineHooks:
             self._cache_transfer.await_detached(lambda: not self._is_cache_ready())
         self._let_go_of_pages()
         self._cache_transfer.await_pages_gone()
-        self._cache_transfer.clear_tree()
+        try:
+            self._cache_transfer.clear_tree()
+        except DeadlineExceededError as late:  # no reason to keep weights: none come back before it is renewed
+            _log.warning("event=tree_silent reason=%r", str(late))
 
     def _let_go_of_pages(self) -> None:
         """The draft model's first: the call for the main model's says that those of both may be freed."""
@@ -184,8 +192,11 @@ class EngineHooks:
     def _must_change(self, content_digest: str, verb: str) -> bool:
         """False: pages hold KV of these very weights, of requests that may go on with it. That is what is asked for
         when an update is undone that was refused here before it changed anything, on every rank alike."""
+        if self._cache_transfer.is_told:
+            return True  # FastDeploy's engine has paused, and computes anew what it resumes
         num_requests = self.num_requests()
-        if not num_requests and self._can_reset_tree:
+        is_undone = content_digest == self._digest and self._cache_transfer.is_tree_silent
+        if not num_requests and self._can_reset_tree and not is_undone:
             return True
         if content_digest == self._digest:
             return False

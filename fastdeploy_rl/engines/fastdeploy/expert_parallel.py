@@ -20,6 +20,9 @@ from fastdeploy_rl.errors import DeadlineExceededError
 
 _log = logging.getLogger(__name__)
 
+_WORLD = None
+"""In the place of a group: all ranks, by Paddle's default."""
+
 
 class ExpertParallel:
     """One rank's. `meet` returns when all ranks have come, or raises DeadlineExceededError naming those that have not:
@@ -29,7 +32,8 @@ class ExpertParallel:
         """`parallel_config`: FastDeploy's; its groups are looked up when they are needed."""
         self._config, self._meet = parallel_config, meet
         self._has_buffers = self.is_enabled = bool(parallel_config.enable_expert_parallel)
-        self._are_groups_down = False
+        self._down: list[Any] = []
+        """Process groups, in the order in which they were shut down."""
         self.stands_still = False
         """At present, as in `standing_still`."""
 
@@ -62,13 +66,13 @@ class ExpertParallel:
                 _log.exception("event=groups_stay")
 
     def shut_down_groups(self) -> None:
-        if self._are_groups_down:
+        left = [group for group in (*reversed(self._groups()), _WORLD) if group not in self._down]
+        if not left:
             return
         self._meet_if_others_come()
-        for group in reversed(self._groups()):
-            paddle.distributed.shutdown_process_group(group)
-        paddle.distributed.shutdown_process_group()
-        self._are_groups_down = True
+        for group in left:
+            paddle.distributed.shutdown_process_group(*([] if group is _WORLD else [group]))
+            self._down.append(group)
 
     def _meet_if_others_come(self) -> None:
         """A rank that is missing does not stop this one from freeing: all have left decoding by then."""
@@ -80,19 +84,18 @@ class ExpertParallel:
     # --- weights come ------------------------------------------------------------------------------
 
     def restart_groups(self) -> None:
-        if not self._are_groups_down:
-            return
-        paddle.distributed.restart_process_group()
-        for group in self._groups():
-            paddle.distributed.restart_process_group(group)
-        self._are_groups_down = False
+        """Those that are down, the last one first; one that will not leaves those after it down."""
+        while self._down:
+            group = self._down[-1]
+            paddle.distributed.restart_process_group(*([] if group is _WORLD else [group]))
+            self._down.pop()
 
     def recreate_buffer(self) -> None:
         """Of DeepEP, on every rank before any goes on. DeadlineExceededError names the missing."""
         if self.is_enabled and not self._has_buffers:
             _buffer_manager().recreate_buffer()
-            self._has_buffers = True
             self._meet()
+            self._has_buffers = True  # of all ranks: where one has none, all make theirs anew
 
     def _groups(self) -> list[Any]:
         config = self._config

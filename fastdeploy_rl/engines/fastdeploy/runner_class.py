@@ -15,7 +15,7 @@ from typing import Any
 from fastdeploy_rl.engines.fastdeploy.activity import tell_active, tell_command
 from fastdeploy_rl.engines.fastdeploy.weight_manager import DynamicWeightManager
 from fastdeploy_rl.errors import FastDeployRLError
-from fastdeploy_rl.lifecycle import LegacyStatus, Tag
+from fastdeploy_rl.lifecycle import LegacyStatus
 
 _log = logging.getLogger(__name__)
 
@@ -112,15 +112,17 @@ def runner_class(base: type, get_model_loader: Callable[..., Any]) -> type:
 
         @property
         def is_sleeping(self) -> bool:
-            """Nothing is computed then: also after a fence."""
+            """Nothing is computed then: also after a fence, and whoever put it to sleep. Changes on all ranks alike."""
             manager = self.dynamic_weight_manager
-            return bool(getattr(super(), "is_sleeping", False)) or (manager is not None and not manager.is_ready)
+            if manager is None:
+                return bool(getattr(super(), "is_sleeping", False))
+            return manager.is_weight_asleep or manager.is_kv_cache_asleep
 
         def _note_sleep(self) -> None:
             """FastDeploy's two marks, which its own methods set."""
-            asleep = self.dynamic_weight_manager.asleep if self.dynamic_weight_manager else frozenset()
-            self.is_weight_sleeping = Tag.WEIGHT in asleep
-            self.is_kvcache_sleeping = Tag.KV_CACHE in asleep
+            if self.dynamic_weight_manager is not None:
+                self.is_weight_sleeping = self.dynamic_weight_manager.is_weight_asleep
+                self.is_kvcache_sleeping = self.dynamic_weight_manager.is_kv_cache_asleep
 
     return WeightKeepingModelRunner
 

@@ -28,7 +28,7 @@ from fastdeploy_rl.errors import (
 )
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.manager import DynamicWeightManager
-from fastdeploy_rl.report import UpdateReport
+from fastdeploy_rl.report import CommandKind, UpdateReport
 from fastdeploy_rl.runner import ModelRunner
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
@@ -38,8 +38,16 @@ _log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.05
 """Between looks for a board that rank 0 has not made yet."""
+_AGAIN_S = 1.0
+"""After a clear that was refused, until it is asked for once more."""
 _STILL_WAITING_S = 60.0
 """How often a rank that waits for its trainer says so."""
+
+_REFUSED = {
+    kind: f"FastDeploy's engine schedules requests, so it alone can {kind.name.lower()}: POST /v1/{kind.name.lower()}"
+    for kind in (CommandKind.PAUSE, CommandKind.RESUME)
+}
+"""Of the board's commands: none of them reaches FastDeploy's scheduler."""
 
 Command = Callable[[BoardClient], UpdateReport]
 
@@ -55,7 +63,6 @@ class Seat:
         self._last_number = 0
         self.stalled_s = 0.0
         """Of the commands run so far, in all."""
-        self._watch: LoopWatch | None = None
         self._board, self._boundary = self._meet_at_board()
         self._attendance = Attendance(self._board, settings.rank)
 
@@ -99,12 +106,13 @@ class Seat:
             source=source,
             config=settings.manager_config,
             await_loops=self._await_loops if looks_at_word and settings.num_ranks > 1 else None,
+            refused=_REFUSED,
         )
         self._stack.callback(self._manager.close)
         self._word = StatusWord(WEIGHTS_WORD, settings.own_port)
         self._stack.callback(self._word.close)
         if looks_at_word and settings.rank == 0:
-            self._watch = self._stack.enter_context(LoopWatch(self._attendance, self._word, self._manager.knock))
+            self._stack.enter_context(LoopWatch(self._attendance, self._word, self._manager.knock))
         self._manager.start(None)
         self.ask(lambda client: client.update(deadline_s=settings.deadlines.update_s))
 
@@ -157,7 +165,7 @@ class Seat:
         """Stands still until the status word reads `wanted`, which is how FastDeploy's own loop goes on; runs what
         comes meanwhile. A trainer whose update was refused while nothing is live may write the word again: the
         engine waits for that as long as it lives, as FastDeploy's loop does."""
-        with self._attendance.here():
+        with self._attendance.here(wanted):
             if self.settings.rank == 0:
                 self._lead_for_word(wanted)
             else:
@@ -167,14 +175,21 @@ class Seat:
 
     def _lead_for_word(self, wanted: LegacyStatus) -> None:
         before = self._manager.times_shown(wanted)
+        asked_s = time.monotonic()
 
         def is_over() -> bool:
-            return self._word.load() == wanted or self._manager.times_shown(wanted) > before
+            nonlocal asked_s
+            word = self._word.load()
+            if word == wanted or self._manager.times_shown(wanted) > before:
+                return True
+            if (word, wanted) == (LegacyStatus.NORMAL, LegacyStatus.CLEARED) and time.monotonic() - asked_s > _AGAIN_S:
+                # A clear was refused, and FastDeploy's loop waits for CLEARED and nothing else.
+                asked_s = time.monotonic()
+                self._word.exchange(word, LegacyStatus.CLEARING)
+            return False
 
         with self._leading():
             self._lead(is_over, f"the status word to read {wanted.name}")
-            if self._watch is not None:
-                self._watch.note_left_for(wanted)
 
     def ask(self, command: Command) -> UpdateReport | None:
         """The same command on every rank: rank 0 asks its own board for it, and gets the report; all run it. The error
@@ -199,6 +214,7 @@ class Seat:
         here its stalled part is run, one turn after rank 0 has seen that it is due: by then all ranks have been told,
         since they meet in each turn."""
         self._round += 1
+        self._attendance.note_turn()
         if self.settings.rank != 0:
             number = self._boundary.number_at(self._round)
             if number:

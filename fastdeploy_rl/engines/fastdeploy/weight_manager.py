@@ -60,7 +60,6 @@ class DynamicWeightManager:
         self.local_rank, self.rank, self.nranks = local_rank, self.settings.tp_rank, self.settings.num_ranks
         self.model_list = list(models) if isinstance(models, (list, tuple)) else [models]
         self.first_load = True
-        self.asleep: frozenset[Tag] = frozenset()
         self.seat = Seat(self.settings)
         try:
             self._expert_parallel = ExpertParallel(fd_config.parallel_config, self.seat.meet)
@@ -106,13 +105,11 @@ class DynamicWeightManager:
             return
         with self._expert_parallel.standing_still():
             self.seat.ask(lambda client: client.update(deadline_s=self.settings.deadlines.update_s))
-        self.asleep = frozenset()
 
     def attend_word(self, wanted: LegacyStatus) -> None:
         """As `Seat.attend_word`: FastDeploy's loop stands still meanwhile, and after a clear until weights are back."""
         with self._expert_parallel.standing_still():
             self.seat.attend_word(wanted)
-        self.asleep = frozenset()
 
     def finalize_update(self, pid: int = 0) -> None:
         """All that FastDeploy's does here was done before: NotServingError where no complete version is live."""
@@ -127,7 +124,6 @@ class DynamicWeightManager:
             return
         with self._expert_parallel.standing_still():
             self.seat.ask(lambda client: client.clear(deadline_s=self.settings.deadlines.clear_s))
-        self.asleep = frozenset()
 
     @staticmethod
     def check_model_weights_status(
@@ -149,9 +145,13 @@ class DynamicWeightManager:
     # --- as FastDeploy's V1 control calls it -------------------------------------------------------
 
     @property
-    def is_ready(self) -> bool:
-        """Something is there to compute with."""
-        return self.seat.is_serving
+    def is_weight_asleep(self) -> bool:
+        """No complete version is there to compute with: it sleeps, is cleared, or was dropped by a fence."""
+        return not self.seat.is_serving
+
+    @property
+    def is_kv_cache_asleep(self) -> bool:
+        return self._hooks is not None and self._hooks.is_kv_asleep
 
     def note_computing(self) -> None:
         """As `EngineHooks.note_computing`."""
@@ -167,7 +167,6 @@ class DynamicWeightManager:
         deadline_s = min(self.settings.deadlines.update_s, _V1_S)
         with self._told_by_engine():
             self.seat.ask(lambda client: client.update(version or None, deadline_s=deadline_s))
-        self.asleep -= {Tag.WEIGHT}
         total_s, update_s = time.monotonic() - begun, self.seat.stalled_s - stalled_s
         return {
             "sync_cost": total_s - update_s,
@@ -183,14 +182,12 @@ class DynamicWeightManager:
         deadline_s = min(self.settings.deadlines.clear_s, _V1_S)
         with self._told_by_engine():
             self.seat.ask(lambda client: client.sleep(names, level=kept, mode=KEEP, deadline_s=deadline_s))
-        self.asleep |= {Tag(name) for name in names}
 
     def wakeup(self, tags: str) -> None:
         """Brings it back; in the place of weights that slept what was published since, where something was."""
         names, deadline_s = _names(tags), min(self.settings.deadlines.update_s, _V1_WAKEUP_S)
         with self._told_by_engine():
             self.seat.ask(lambda client: _wake(client, names, deadline_s))
-        self.asleep -= {Tag(name) for name in names}
 
     def clear_model_weight(self) -> None:
         """As FastDeploy's: the weights' memory goes, and the next `reload_model_weights` brings the newest."""
@@ -198,7 +195,6 @@ class DynamicWeightManager:
         self.seat.ask(
             lambda client: client.sleep([Tag.WEIGHT.value], level=DROP_LEVEL, mode=KEEP, deadline_s=deadline_s)
         )
-        self.asleep |= {Tag.WEIGHT}
 
     def reload_model_weights(self) -> None:
         if not self.first_load:
@@ -233,9 +229,11 @@ class DynamicWeightManager:
 
 def _names(tags: str) -> list[str]:
     """ConfigurationError for what is no tag, or none at all."""
-    names = [name.strip() for name in tags.split(",")] if isinstance(tags, str) else list(tags)
+    if not isinstance(tags, str):
+        raise ConfigurationError(f"tags are words between commas, got {tags!r:.80}")
+    names = [name.strip() for name in tags.split(",")]
     allowed = [tag.value for tag in Tag]
-    for name in names or [""]:
+    for name in names:
         if name not in allowed:
             raise ConfigurationError(f"unsupported tag {name!r:.40}, expected some of {', '.join(allowed)}")
     return names

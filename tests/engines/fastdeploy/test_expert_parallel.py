@@ -15,11 +15,11 @@ TP, EP = "tp group", "ep group"
 
 
 class Recorder:
-    """`is_alone`: no other rank comes to a meeting."""
+    """`is_alone`: no other rank comes to a meeting. `refuses`: a call that fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
-        self.is_alone = False
+        self.is_alone, self.refuses = False, ""
         module = ModuleType("fastdeploy.model_executor.layers.moe.ep")
         note = self.calls.append
         module.DeepEPBufferManager = SimpleNamespace(  # type: ignore[attr-defined]
@@ -33,8 +33,13 @@ class Recorder:
             monkeypatch.setattr(
                 paddle.distributed,
                 f"{verb}_process_group",
-                lambda group="world", verb=verb: note(f"{verb} {group}"),
+                lambda group="world", verb=verb: self._note(f"{verb} {group}"),
             )
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.refuses:
+            raise RuntimeError("it will not")
 
     def meet(self) -> None:
         self.calls.append("meet")
@@ -123,3 +128,26 @@ def test_who_is_alone_frees_and_does_not_go_on_to_new_weights(recorder: Recorder
     assert {"clear buffer", f"shutdown {EP}"} <= set(gone)
     with pytest.raises(DeadlineExceededError, match=r"ranks \[1\] missing"):
         subject.recreate_buffer()
+
+
+def test_a_group_that_will_not_go_leaves_those_before_it_down_and_they_come_back(recorder: Recorder) -> None:
+    subject = expert_parallel(recorder)
+    recorder.refuses = f"shutdown {TP}"
+    with subject.standing_still():
+        subject.weights_are_gone()
+    assert recorder.take() == ["meet", f"shutdown {EP}", f"shutdown {TP}"]
+    recorder.refuses = ""
+    subject.restart_groups()
+    assert recorder.take() == [f"restart {EP}"]
+
+
+def test_a_rank_whose_buffer_did_not_come_has_all_of_them_make_theirs_anew(recorder: Recorder) -> None:
+    subject = expert_parallel(recorder)
+    subject.clear_buffer()
+    recorder.take()
+    recorder.is_alone = True
+    with pytest.raises(DeadlineExceededError):
+        subject.recreate_buffer()
+    recorder.is_alone = False
+    subject.recreate_buffer()
+    assert recorder.take().count("recreate buffer") == 2

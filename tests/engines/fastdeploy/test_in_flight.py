@@ -142,17 +142,6 @@ def test_an_update_that_would_cost_requests_their_kv_is_rejected_and_they_go_on(
     assert scene.finish() == expected
 
 
-def test_paused_with_its_requests_aborted_the_engine_takes_the_update(scene: Scene) -> None:
-    scene.begin()
-    scene.publish(2)
-    with scene.looping() as engine:
-        engine.pause(mode=ABORT)
-        assert engine.update().version == "1.2"
-        engine.resume()
-    assert not any(pages.numpy().any() for rank in scene.ranks for pages in rank.gpu.cache_kvs_map.values())
-    assert all(rank.runner.has_graphs for rank in scene.ranks)
-
-
 @pytest.mark.parametrize("scene", [KEEP], indirect=True)
 def test_with_kv_that_is_kept_requests_go_on_by_the_new_weights(scene: Scene) -> None:
     scene.begin()

@@ -18,10 +18,11 @@ from fastdeploy_rl.config import ABORT, KEEP
 from fastdeploy_rl.control.controller import EngineController
 from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.fastdeploy import attendance
+from fastdeploy_rl.engines.fastdeploy import seat as seat_module
 from fastdeploy_rl.engines.fastdeploy.seat import Seat
 from fastdeploy_rl.engines.fastdeploy.settings import EngineSettings, PluginOptions
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, NumpyRunner, random_weights
-from fastdeploy_rl.errors import CoverageError, EngineNotFoundError, NoPublicationError
+from fastdeploy_rl.errors import CoverageError, EngineNotFoundError, LifecycleError, NoPublicationError
 from fastdeploy_rl.lifecycle import LegacyStatus
 from fastdeploy_rl.memory.shared_segment import SHM_DIR
 from fastdeploy_rl.update.client import BoardClient
@@ -41,6 +42,7 @@ class Ranks:
         self.channel = channel
         self.runners = [NumpyRunner(self.model, rank, NUM_RANKS) for rank in range(NUM_RANKS)]
         self.seats: list[Seat] = []
+        self._options: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(NUM_RANKS)
 
     def settings(self, rank: int) -> EngineSettings:
@@ -54,7 +56,7 @@ class Ranks:
             model_dir=self.channel,
             channel=self.channel,
             metas_dir=None,
-            options=PluginOptions(update_s=10.0, clear_s=10.0, attach_s=10.0),
+            options=PluginOptions(**{"update_s": 10.0, "clear_s": 10.0, "attach_s": 10.0} | self._options),
             rsync_config="",
             is_expert_parallel=False,
         )
@@ -63,7 +65,8 @@ class Ranks:
         running = [self._pool.submit(call, rank) for rank in range(NUM_RANKS)]
         return [each.result(20) for each in running]
 
-    def open(self) -> None:
+    def open(self, **options: float) -> None:
+        self._options = options
         self.seats = [None] * NUM_RANKS  # type: ignore[list-item]
 
         def take(rank: int) -> None:
@@ -381,3 +384,35 @@ def test_an_update_over_the_board_is_let_in_to_loops_that_wait_for_the_word(
         await_word(ranks.port, LegacyStatus.NORMAL)
         assert engine.status().version == "1.2"
     assert ranks.holds(weights)
+
+
+def test_a_clear_that_was_refused_is_asked_for_again(
+    ranks: Ranks, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastDeploy's loop waits for CLEARED, and for nothing else."""
+    monkeypatch.setattr(seat_module, "_AGAIN_S", 0.1)
+    publish(publisher, 1)
+    ranks.open(clear_s=0.3)
+    with WordLoops(ranks) as loops:
+        loops.late[1] = 1.0
+        write_word(ranks.port, LegacyStatus.CLEARING)
+        with BoardClient(ranks.port) as client:
+            while client.status().commands_done < 2:
+                time.sleep(0.01)  # bounded by the test's own limit
+            assert client.last_report().outcome == "rejected"
+        loops.late[1] = 0.0
+        await_word(ranks.port, LegacyStatus.CLEARED)
+    assert not any(runner.bound() for runner in ranks.runners)
+
+
+@pytest.mark.parametrize("command", ["pause", "resume"])
+def test_what_only_fastdeploy_can_do_is_refused_over_the_board(
+    ranks: Ranks, publisher: WeightPublisher, command: str
+) -> None:
+    publish(publisher, 1)
+    ranks.open()
+    with EngineController(ranks.port) as engine:
+        with pytest.raises(LifecycleError, match=f"POST /v1/{command}"):
+            getattr(engine, command)(deadline_s=5.0)
+        assert engine.status().is_serving
+        assert not engine.is_paused()

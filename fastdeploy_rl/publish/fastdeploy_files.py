@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _ADVICE = "make room there"
-_STEP = "step"
+STEP_KEY = "step"
 """The key in the metadata of a safetensors header."""
 
 
@@ -142,7 +142,7 @@ def _shares(tensors: Mapping[str, HostTensor], num_parts: int) -> Iterator[dict[
 
 def _safetensors(tensors: Mapping[str, HostTensor], step: int | None) -> "Iterator[Buffer]":
     entries = [HeaderEntry(name, each.dtype, each.shape, each.key.num_bytes) for name, each in tensors.items()]
-    yield encode_header(entries, {} if step is None else {_STEP: str(step)})
+    yield encode_header(entries, {} if step is None else {STEP_KEY: str(step)})
     yield from (tensor.buffer for tensor in tensors.values())
 
 

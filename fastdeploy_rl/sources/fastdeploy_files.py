@@ -34,6 +34,7 @@ from fastdeploy_rl.errors import CheckpointError, ConfigurationError, NoPublicat
 from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
+from fastdeploy_rl.publish.fastdeploy_files import STEP_KEY
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, identities_in
 from fastdeploy_rl.sources.rank_gpus import listed_gpus
@@ -48,8 +49,6 @@ _PART = r"[0-9]{1,6}"
 _NAME = re.compile(rf"model_state\.tp(?P<rank>{_RANK})\.(?P<gpu>{_GPU})(\.part(?P<part>{_PART}))?\.pdparams", re.ASCII)
 _LEGACY_NAME = re.compile(rf"model_state\.tp0(?P<gpu>{_GPU})\.pdparams", re.ASCII)
 _MAX_ENTRIES = 10_000
-_STEP = "step"
-"""The key in the metadata of a safetensors header under which a trainer may say which step the file is."""
 _NUMBER = re.compile(r"[0-9]{1,19}", re.ASCII)
 
 
@@ -264,7 +263,7 @@ def _step_in(path: Path) -> int | None:
     if _is_pickle(path):
         return None
     with FileMap.open(path) as file:
-        text = file.metadata.get(_STEP, "")
+        text = file.metadata.get(STEP_KEY, "")
     return int(text) if _NUMBER.fullmatch(text) else None
 
 

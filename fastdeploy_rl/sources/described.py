@@ -148,14 +148,16 @@ class DescribedFiles:
         self, found: FoundFiles, files: Sequence[FileIdentity], stated: WeightVersion | None, deadline_ns: int
     ) -> tuple[Manifest, str]:
         version = stated or self._newest(files)
-        self._tell_ages(found, files, version)
         store, name = self._store(), f"SET-{_key(found, files)}"
         known = self._known(store, name)
-        if known is not None and known[0].weight_version == version:
-            return known
-        if self._config.rank:
+        is_known = known is not None and known[0].weight_version == version
+        if self._config.rank and not is_known:
             raise _not_described(found, version)
-        _check_steps(found, stated)
+        if not is_known:
+            _check_steps(found, stated)
+        self._tell_ages(found, files, version)
+        if known is not None and is_known:
+            return known
         if known is not None:
             manifest = known[0]
         else:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_rl.errors import NoPublicationError
 from fastdeploy_rl.sources.file_ages import FileAges
 from fastdeploy_rl.sources.version_file import WantedVersion
 from fastdeploy_rl.transport.files import FileIdentity
@@ -54,10 +55,25 @@ def test_a_rank_whose_file_stayed_while_the_others_were_written_is_told_of_once(
     """Also where an engine looked when the others were there and the version was not."""
     assert scene.told(1, 100, a=98, b=99) == []
     if is_seen_between:
-        assert scene.told(1, 100, a=198, b=99) == ["event=files_newer_than_version file=a"]
+        with pytest.raises(NoPublicationError, match="a was replaced"):
+            scene.told(1, 100, a=198, b=99)
     for told in (["event=files_older_than_version file=b"], []):
         assert scene.told(2, 200, a=198, b=99) == told
     assert scene.told(2, 200, a=198, b=250) == ["event=files_newer_than_version file=b"]
+
+
+def test_a_set_that_is_half_replaced_is_refused_until_the_rest_or_the_version_is(scene: Scene) -> None:
+    """A trainer that writes no version, or none last, is not held up: all of its files are new."""
+    assert scene.told(1, 100, a=98, b=99) == []
+    for _ in range(2):
+        with pytest.raises(NoPublicationError, match=r"a was replaced since version\.yaml was written, b was not"):
+            scene.told(1, 100, a=198, b=99)
+    assert scene.told(1, 100, a=198, b=199) == ["event=files_newer_than_version file=b"]
+    assert scene.told(1, 100, a=298, b=299) == ["event=files_newer_than_version file=b"]
+    assert scene.told(2, 300, a=298, b=299) == []
+    with pytest.raises(NoPublicationError, match="b was replaced"):
+        scene.told(2, 300, a=298, b=399)
+    assert scene.told(3, 400, a=398, b=399) == []
 
 
 def test_a_file_that_is_much_older_than_the_others_is_told_of_at_first_sight(scene: Scene) -> None:

@@ -232,9 +232,11 @@ class _OpenedMemory:
 
     def close(self) -> None:
         self._memory.clear()
-        with driver_errors("closing device memory"):
-            self._resources.close()
-        self._contexts.clear()
+        try:
+            with driver_errors("closing device memory"):
+                self._resources.close()
+        finally:
+            self._contexts.clear()
 
 
 def _named(allocation: DeviceAllocation) -> str:

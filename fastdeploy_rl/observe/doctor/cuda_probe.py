@@ -7,6 +7,7 @@ Tested on FakeCuda; not run on a GPU.
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,15 +56,21 @@ def _environ_with(settings: Mapping[str, str]) -> dict[str, str]:
 
 def _run(*arguments: str, environ: Mapping[str, str] | None, deadline_s: float, text: bytes = b"") -> Answer:
     command = [sys.executable, "-m", "fastdeploy_rl.observe.doctor.cuda_probe", *arguments]
+    pipe = subprocess.PIPE
+    leads = environ is not None
+    # A group of its own for the child that we start, and for the one that it starts: they are ended together.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=leads) as child:
+        try:
+            out, errors = child.communicate(text, timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL) if leads else child.kill()
+            child.communicate(timeout=Deadlines.terminate_s)
+            return Answer(error=f"no answer from the driver within {deadline_s:.0f} s")
     try:
-        done = subprocess.run(command, input=text, env=environ, capture_output=True, timeout=deadline_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Answer(error=f"no answer from the driver within {deadline_s:.0f} s")
-    try:
-        return msgspec.json.decode(done.stdout[-_MAX_ANSWER_BYTES:], type=Answer)
+        return msgspec.json.decode(out[-_MAX_ANSWER_BYTES:], type=Answer)
     except msgspec.DecodeError:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return Answer(error=f"the child process ended with {done.returncode}: {''.join(said)[:300]}")
+        said = errors.decode(errors="replace").strip().splitlines()[-1:]
+        return Answer(error=f"the child process ended with {child.returncode}: {''.join(said)[:300]}")
 
 
 def _checked(answer: Answer) -> Answer:

@@ -14,7 +14,7 @@ from fastdeploy_rl.engines.fastdeploy.engine_hooks import EngineHooks
 from fastdeploy_rl.engines.fastdeploy.expert_parallel import ExpertParallel
 from fastdeploy_rl.engines.fastdeploy.model_runner import FastDeployModelRunner
 from fastdeploy_rl.engines.fastdeploy.model_weights import ModelWeights
-from fastdeploy_rl.errors import ConfigurationError, LifecycleError
+from fastdeploy_rl.errors import ConfigurationError, DeadlineExceededError, LifecycleError
 from fastdeploy_rl.memory.tensor_view import TensorView
 from fastdeploy_rl.model_group import ModelGroup
 from tests.engines.fastdeploy.standin.config import EngineLine, FDConfig
@@ -37,8 +37,13 @@ class RecordedTransfer(CacheTransfer):
     def await_pages_gone(self) -> None:
         self._calls.append("await pages gone")
 
+    is_silent = False
+
     def clear_tree(self) -> None:
         self._calls.append("clear tree")
+        self.is_tree_silent = self.is_silent
+        if self.is_silent:
+            raise DeadlineExceededError("no answer of the engine's prefix tree")
 
     def renew_tree(self) -> None:
         self._calls.append("renew tree")
@@ -327,6 +332,36 @@ def test_pages_that_the_tree_may_still_know_do_not_come_back(listens: bool) -> N
     with held_back:
         scene.runner.rebuild_kv_cache(OLD)
     assert scene.runner.has_kv_cache
+
+
+def test_a_tree_that_is_silent_costs_the_update_and_nothing_else() -> None:
+    """To undo it is not to ask once more: the others would wait for that."""
+    scene = Scene(has_prefix_tree=True)
+    scene.answer()
+    scene.transfer.is_silent = True
+    with scene.expert_parallel.standing_still(), unchanged(scene):
+        with pytest.raises(DeadlineExceededError, match="prefix tree"):
+            scene.runner.rebuild_kv_cache(NEW)
+        scene.calls.clear()
+        scene.runner.rebuild_kv_cache(OLD)
+    assert scene.calls == []
+
+
+def test_memory_is_given_back_beside_a_tree_that_is_silent() -> None:
+    scene = Scene(has_prefix_tree=True)
+    scene.transfer.is_silent = True
+    scene.runner.drop_kv_cache()
+    assert scene.pages == {}
+    assert scene.hooks.is_kv_asleep
+
+
+def test_what_fastdeploy_has_paused_may_lose_its_kv() -> None:
+    """Over V1 its engine computes anew what it resumes; a request may have come after a wakeup of pages alone."""
+    scene = Scene()
+    scene.begin()
+    with scene.hooks.told_by_engine():
+        scene.runner.rebuild_kv_cache(NEW)
+    assert not any(scene.page_bytes())
 
 
 def test_it_computes_while_tokens_follow_one_another() -> None:

@@ -58,8 +58,8 @@ CALL_OFFSET = 0x2C00
 MEETINGS_OFFSET = 0x2F00
 """u64, one for each rank, which that rank alone writes: the last meeting between calls of rank 0 that it came to."""
 ATTENDING_OFFSET = 0x2F80
-"""u64, one for each rank, which that rank alone writes: 1 while its loop stands still for the status word; 2 and 3 while
-FastDeploy's loop looks there for NORMAL and for CLEARED; 0 when it has gone on."""
+"""u64, one for each rank, which that rank alone writes: 1 while its loop stands still for the status word; 2 and 3
+while FastDeploy's loop looks there for NORMAL and for CLEARED; 0 when it has gone on."""
 REQUESTS_OFFSET = 0x3000
 REQUEST_IN_SLOT = 0x8
 FATE_IN_SLOT = 0x200

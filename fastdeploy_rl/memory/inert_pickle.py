@@ -23,7 +23,7 @@ MAX_DEPTH: Final = 16
 """Of containers in each other; a state dict has four."""
 MAX_TEXT_BYTES: Final = 4096
 MAX_INTEGER_BYTES: Final = 9
-NO_DEADLINE: Final = 2**63 - 1
+ENDLESS_NS: Final = 2**63 - 1
 
 _WINDOW_BYTES = 1 << 14
 _LOOKS_AT_CLOCK = 4096
@@ -250,7 +250,7 @@ class PickleReader:
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
         self.opcode_at = 0
-        self.deadline_ns = NO_DEADLINE
+        self.deadline_ns = ENDLESS_NS
 
     def run(self) -> object:
         """The one value that the data describes."""
@@ -440,7 +440,7 @@ class PickleReader:
         self.stack.append(self._memo[index])
 
 
-def value_of(reader: PickleReader, what: str, deadline_ns: int = NO_DEADLINE) -> object:
+def value_of(reader: PickleReader, what: str, deadline_ns: int = ENDLESS_NS) -> object:
     """The one value that the data describes. CheckpointError names `what`, and the byte at which something is wrong;
     DeadlineExceededError how far it came."""
     reader.deadline_ns = deadline_ns

@@ -22,7 +22,7 @@ from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError, TrainerError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS
 from fastdeploy_rl.memory.inert_pickle import (
-    NO_DEADLINE,
+    ENDLESS_NS,
     NOTHING,
     Bytes,
     Cursor,
@@ -90,7 +90,7 @@ class IpcMeta(NamedTuple):
     device: int = 0
 
 
-def read_ipc_metas(data: "Buffer", what: str = "IPC metadata", deadline_ns: int = NO_DEADLINE) -> dict[str, IpcMeta]:
+def read_ipc_metas(data: "Buffer", what: str = "IPC metadata", deadline_ns: int = ENDLESS_NS) -> dict[str, IpcMeta]:
     """The rows by name. CheckpointError names `what`, and the tensor or the byte that is wrong."""
     held = bytes(data)
     if len(held) > MAX_FILE_BYTES:

@@ -20,7 +20,7 @@ from fastdeploy_rl.dtypes import itemsize
 from fastdeploy_rl.errors import CheckpointError
 from fastdeploy_rl.memory.file_map import MAX_DIMENSIONS, MAX_HEADER_BYTES, StoredTensor
 from fastdeploy_rl.memory.inert_pickle import (
-    NO_DEADLINE,
+    ENDLESS_NS,
     NOTHING,
     PLAIN_OPCODES,
     Bytes,
@@ -64,7 +64,7 @@ def read_saved_state(data: "Buffer", what: str = "saved state") -> SavedTensors:
         return _read(lambda offset, count: bytes(flat[offset : offset + count]), flat.nbytes, what)
 
 
-def read_saved_file(path: Path, deadline_ns: int = NO_DEADLINE) -> SavedTensors:
+def read_saved_file(path: Path, deadline_ns: int = ENDLESS_NS) -> SavedTensors:
     """As `read_saved_state`, of a file, which is not mapped for it. CheckpointError names the file and what is wrong
     with it, DeadlineExceededError how far it came."""
     try:
@@ -83,7 +83,7 @@ def is_saved_state(first_bytes: bytes) -> bool:
     return is_pickle(first_bytes)
 
 
-def _read(read: Callable[[int, int], bytes], num_bytes: int, what: str, deadline_ns: int = NO_DEADLINE) -> SavedTensors:
+def _read(read: Callable[[int, int], bytes], num_bytes: int, what: str, deadline_ns: int = ENDLESS_NS) -> SavedTensors:
     saved = value_of(_Reader(Cursor(read, num_bytes)), what, deadline_ns)
     try:
         return _tensors(saved)

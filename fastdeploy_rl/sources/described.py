@@ -6,7 +6,8 @@
 
 Owns that directory, and which version files are. Refuses to know formats, and how files are read. Invariant: a
 `SET` names a manifest whose checksums were made from exactly the files that its key was made from; files that change
-have another key, so that their manifest is made anew, also where their version is the same.
+have another key, so that their manifest is made anew, also where their version is the same. Where that manifest is
+gone, it was forgotten: then only its number counts, which nothing else is given.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ from fastdeploy_rl.memory.ipc_metas import metas_name, read_ipc_metas_file
 from fastdeploy_rl.plan.byte_range import ByteRange
 from fastdeploy_rl.plan.planner import make_plan
 from fastdeploy_rl.publish.fastdeploy_files import write_saved_model_state, write_version
-from fastdeploy_rl.publish.publisher import WeightPublisher
+from fastdeploy_rl.publish.publisher import WeightPublisher, retire
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig, WeightSource
 from fastdeploy_rl.sources.described import DescribedFiles
@@ -449,6 +449,8 @@ def test_what_a_publisher_left_behind_hides_no_files_that_came_later(
     assert ["source=channel" in told[0], "source=ipc_metas" in told[1]] == [True] * len(told)
     os.utime(metas / metas_name(0), ns=(0, 0))
     assert taken(source) == (ours, as_bytes(weights(2)))
+    source.close()
+    retire(one_rank.channel)
 
 
 def test_both_places_are_named_where_nothing_is(source: WeightSource, metas: Path, one_rank: SourceConfig) -> None:

@@ -56,7 +56,7 @@ _AREAS = {
     "COMMIT_DECISION_OFFSET": ("u64: the decision `commit`", "whoever decides first, once a command"),
     "CALL_OFFSET": ("CallRecord: what ranks without collectives of ours run next", "rank 0"),
     "MEETINGS_OFFSET": ("u64 for each rank: the last meeting between such calls that it came to", "that rank"),
-    "ATTENDING_OFFSET": ("u64 for each rank: 1 while its loop stands still for the status word, 2 or 3 while it looks there", "that rank"),
+    "ATTENDING_OFFSET": ("u64 for each rank: where its loop stands to the status word", "that rank"),
     "REQUESTS_OFFSET": ("request slots, one behind the other", "a client each, and rank 0 the outcome"),
     "RANKS_OFFSET": ("one RankRecord a rank, one behind the other", "that rank"),
 }

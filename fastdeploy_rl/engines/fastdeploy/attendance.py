@@ -29,6 +29,8 @@ _LOOK_S = 0.1
 _PATIENCE_S = 1.5
 """FastDeploy's loop looks every 10 ms, but once a second where its process groups stay while weights are away."""
 _SHOWN_S = 0.015
+_TELL_S = 10.0
+"""Between two lines in the log."""
 
 _ELSEWHERE, _HERE = 0, 1
 _LOOKS_FOR = {LegacyStatus.NORMAL: 2, LegacyStatus.CLEARED: 3}
@@ -96,6 +98,7 @@ class LoopWatch:
     def __init__(self, attendance: Attendance, word: StatusWord, let_in: Callable[[], None]) -> None:
         """`let_in`: called while the word reads CLEARED."""
         self._attendance, self._word, self._let_in = attendance, word, let_in
+        self._told_s = -_TELL_S
         self._since: dict[int, float] = {}
         """Of ranks that look in vain."""
         self._is_over = threading.Event()
@@ -127,8 +130,9 @@ class LoopWatch:
         return {looking[rank] for rank, since in self._since.items() if now - since >= _PATIENCE_S}
 
     def _show(self, expected: LegacyStatus, value: int) -> None:
-        ranks = sorted(self._since)
-        _log.warning("event=word_shown value=%s instead_of=%d for_ranks=%s", expected.name, value, ranks)
+        if time.monotonic() - self._told_s > _TELL_S:
+            self._told_s, ranks = time.monotonic(), sorted(self._since)
+            _log.warning("event=word_shown value=%s instead_of=%d for_ranks=%s", expected.name, value, ranks)
         if self._word.exchange(value, expected) == value:
             time.sleep(_SHOWN_S)
             self._word.exchange(expected, value)

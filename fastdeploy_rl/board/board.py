@@ -134,8 +134,8 @@ class Board:
             segment = SharedSegment.attach(board_name(port), writable=True)
         except SegmentError as error:
             raise EngineNotFoundError(
-                f"no engine at port {port}: {error}; start one with `fastdeploy-rl serve`, or FastDeploy with FD_PLUGINS "
-                f"(a number is an engine worker queue port; where the HTTP port is meant: http://127.0.0.1:{port})"
+                f"no engine at port {port}: {error}; start one with `fastdeploy-rl serve`, or FastDeploy with the "
+                f"plugin (a number is an engine worker queue port; where the HTTP port is meant: http://127.0.0.1:{port})"
             ) from error
         try:
             _check_header(segment.mapping, port)

@@ -42,6 +42,7 @@ FASTDEPLOY = "fastdeploy"
 SHARED_DIR = Path("/shared_ipc_meta")
 _DLPACK_CUDA = 2
 _ADVICE = "make room there"
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,21 @@ class CompatPublisher:
         self._metas: tuple[Path, int] | None = None
 
     def prepare(
-        self, arrangement: Arrangement, state: CompatState, files: FastDeployFiles, step: int
+        self,
+        arrangement: Arrangement,
+        state: CompatState,
+        files: FastDeployFiles,
+        step: int,
+        *,
+        is_cut_as_told: bool = True,
     ) -> PendingCompat:
-        """Writes the files beside their places. ConfigurationError where a layout, a convention or the parts do not
-        fit to what FastDeploy reads; NoSpaceError, SegmentError, CudaError. Then nothing is left."""
+        """Writes the files beside their places. `is_cut_as_told`: the trainer said how its tensors are cut; else what
+        is not known by its name is not taken for whole. ConfigurationError where a layout, a convention or the parts do
+        not fit to what FastDeploy reads; NoSpaceError, SegmentError, CudaError. Then nothing is left."""
         _check_as_engine_has_them(arrangement)
         ranks = self._ranks(arrangement, state)
+        if len(ranks) > 1 and not is_cut_as_told:
+            _check_known(arrangement)
         gpus = files.rank_gpus(self._part.count if self._part.count > 1 else len(ranks))
         if state.handles is not None:
             return self._prepare_metas(arrangement, state.handles, files, gpus[self._part.index])
@@ -243,6 +253,22 @@ def _check_as_engine_has_them(arrangement: Arrangement) -> None:
                 f"{tensor.trainer_name!r:.600} is turned or divided on its way to the engine, which stock FastDeploy "
                 "does not do: compat publishes tensors as the engine has them"
             )
+
+
+def _check_known(arrangement: Arrangement) -> None:
+    """FastDeploy's ranks would each get all of a matrix that they hold a share of."""
+    whole = [tensor.trainer_name for tensor in arrangement.tensors if _is_whole_matrix(tensor)]
+    if whole:
+        named = ", ".join(map(repr, whole[:_MAX_NAMED]))
+        more = f" and {len(whole) - _MAX_NAMED} more" if len(whole) > _MAX_NAMED else ""
+        raise ConfigurationError(
+            f"{named:.2000}{more}: not known by name how FastDeploy's ranks share them; say it (convention=), or "
+            "publish from one process for each rank, each with what its rank has (WeightPublisher(part=), shards=)"
+        )
+
+
+def _is_whole_matrix(tensor: ArrangedTensor) -> bool:
+    return tensor.shard_axis is None and len(tensor.host.shape) > 1
 
 
 def _group_of(directory: Path) -> int | None:

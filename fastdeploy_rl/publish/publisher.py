@@ -182,7 +182,11 @@ class WeightPublisher:
             state = CompatState.of(state_dict) if fastdeploy is not None else CompatState(_borrow_all(state_dict), None)
             arrangement = arrange(state.hosts, layout, convention, shards)
             pending = (
-                self._compat.prepare(arrangement, state, fastdeploy, step) if fastdeploy is not None else None
+                self._compat.prepare(
+                    arrangement, state, fastdeploy, step, is_cut_as_told=convention is not paddle_llama
+                )
+                if fastdeploy is not None
+                else None
             )
             try:
                 wish = Wish(arrangement, step, borrow, _deadline_ns(wait_s), on_progress)

@@ -152,6 +152,11 @@ def refusals() -> list[tuple[dict[str, Any], type[FastDeployRLError], str]]:
         ({"fastdeploy": FastDeployFiles("m", [0], 3)}, ConfigurationError, "1 tensors cannot be split over 3 files"),
         ({"state_dict": {Q: one["w"]}, "convention": hugging_face}, ConfigurationError, "turned or divided"),
         ({"state_dict": {"w": [1]}}, TrainerError, "'w' is no tensor"),
+        (
+            {"state_dict": one, "layout": "tp:2", "fastdeploy": FastDeployFiles("m", [0, 1])},
+            ConfigurationError,
+            "'w': not known by name how FastDeploy's ranks share them",
+        ),
     ]
 
 

@@ -1,19 +1,20 @@
 """A publication as stock FastDeploy reads it, beside our own: `publish(..., compat="fastdeploy", fastdeploy=...)`.
 
 Owns which files a publication has there, and that they appear together with it: they are written before it is
-announced, put in place after it, and `version.yaml` last of what this process writes. Refuses to know formats
+announced, put in place after it, and `version.yaml` when all are there. Refuses to know formats
 (`fastdeploy_files`, `memory.ipc_metas`). Invariant: where a version is not announced, the files are those of the one
 before; nothing unfinished is left; device tensors that a file names stay alive until the next publication or the
 publisher's end.
 
 One process has whole tensors in CPU memory and writes the slices of every rank; or, with `part=(rank, count)`, each
-process has what its rank has, in CPU or in CUDA memory, and writes its own file. Nobody waits for the other parts'
-files: all are there, and `version.yaml` says so, once `publish` has returned on every part.
+process has what its rank has, in CPU or in CUDA memory, and writes its own file. Part 0 waits for the files of the
+others before it says the version; where they do not come, the version files are as they were.
 """
 
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -24,15 +25,22 @@ import numpy as np
 
 from fastdeploy_rl.config import cuda_visible_devices
 from fastdeploy_rl.dtypes import numpy_dtype
-from fastdeploy_rl.errors import ConfigurationError, TrainerError
+from fastdeploy_rl.errors import CheckpointError, ConfigurationError, DeadlineExceededError, TrainerError
 from fastdeploy_rl.manifest import layout_ranks
 from fastdeploy_rl.memory.cuda_handles import CudaHandles
+from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
 from fastdeploy_rl.memory.ipc_metas import metas_name, write_ipc_metas
 from fastdeploy_rl.plan import namespaces
 from fastdeploy_rl.publish.arrangement import ArrangedTensor, Arrangement
 from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
-from fastdeploy_rl.publish.fastdeploy_files import PendingModelState, prepare_model_state, write_version
+from fastdeploy_rl.publish.fastdeploy_files import (
+    PendingModelState,
+    model_state_paths,
+    prepare_model_state,
+    said_step,
+    write_version,
+)
 from fastdeploy_rl.publish.meeting import Part
 
 _log = logging.getLogger(__name__)
@@ -43,6 +51,8 @@ SHARED_DIR = Path("/shared_ipc_meta")
 _DLPACK_CUDA = 2
 _ADVICE = "make room there"
 _MAX_NAMED = 5
+_LOOK_S = 0.02
+"""Between looks for the other parts' files."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +131,14 @@ def _copied(handles: CudaHandles, name: str) -> HostTensor:
 
 
 class PendingCompat(NamedTuple):
-    """The files of a publication that is not announced yet."""
+    """The files of a publication that is not announced yet. `others`: for part 0, what the other parts have to put in
+    place, by part."""
 
     files: FastDeployFiles
     states: tuple[PendingModelState, ...]
     metas: PendingFile | None
     handles: CudaHandles | None
+    others: "dict[int, _Awaited]"
 
     def discard(self) -> None:
         """Removes what is not in place yet."""
@@ -134,6 +146,33 @@ class PendingCompat(NamedTuple):
             state.discard()
         if self.metas is not None:
             self.metas.discard()
+
+
+class _Awaited(NamedTuple):
+    """Another part's files. `identities`: of those that say no step, before; None: they say theirs."""
+
+    paths: tuple[Path, ...]
+    identities: tuple[tuple[int, int], ...] | None
+
+    def are_there(self, step: int) -> bool:
+        if self.identities is not None:
+            return all(now != before for now, before in zip(map(_identity, self.paths), self.identities, strict=True))
+        return all(_step_of(path) == step for path in self.paths)
+
+
+def _step_of(path: Path) -> int | None:
+    """None also where there is no file, or one that FastDeploy wrote otherwise."""
+    with suppress(CheckpointError), FileMap.open(path) as file:
+        return said_step(file)
+    return None
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
 
 
 class CompatPublisher:
@@ -162,7 +201,7 @@ class CompatPublisher:
             _check_known(arrangement)
         gpus = files.rank_gpus(self._part.count if self._part.count > 1 else len(ranks))
         if state.handles is not None:
-            return self._prepare_metas(arrangement, state.handles, files, gpus[self._part.index])
+            return self._prepare_metas(arrangement, state.handles, files, gpus)
         return self._prepare_files(arrangement, ranks, files, gpus, step)
 
     def _ranks(self, arrangement: Arrangement, state: CompatState) -> list[int | None]:
@@ -196,23 +235,34 @@ class CompatPublisher:
                 undo.callback(state.discard)
                 states.append(state)
             undo.pop_all()
-        return PendingCompat(files, tuple(states), None, None)
+        return PendingCompat(files, tuple(states), None, None, self._others(files, gpus, is_on_device=False))
+
+    def _others(self, files: FastDeployFiles, gpus: Sequence[str], *, is_on_device: bool) -> dict[int, _Awaited]:
+        others = range(1, self._part.count) if self._part.index == 0 else ()
+        if not is_on_device:
+            return {
+                part: _Awaited(model_state_paths(files.model_dir, part, gpus[part], files.num_parts), None)
+                for part in others
+            }
+        paths = {part: (Path(files.metas_dir) / metas_name(gpus[part]),) for part in others}
+        return {part: _Awaited(path, tuple(map(_identity, path))) for part, path in paths.items()}
 
     def _prepare_metas(
-        self, arrangement: Arrangement, handles: CudaHandles, files: FastDeployFiles, gpu: str
+        self, arrangement: Arrangement, handles: CudaHandles, files: FastDeployFiles, gpus: Sequence[str]
     ) -> PendingCompat:
         metas = handles.metas()
         names = _flat_names(arrangement)
-        path = Path(files.metas_dir) / metas_name(gpu)
+        path = Path(files.metas_dir) / metas_name(gpus[self._part.index])
         with storing(path, _ADVICE):
             group = _group_of(path.parent)
             rows = {flat: metas[trainer_name] for flat, trainer_name in names.items()}
             pending = write_pending(path, write_ipc_metas(rows), 0o600, group)
-        return PendingCompat(files, (), pending, handles)
+        return PendingCompat(files, (), pending, handles, self._others(files, gpus, is_on_device=True))
 
-    def finish(self, pending: PendingCompat, step: int) -> None:
+    def finish(self, pending: PendingCompat, step: int, deadline_ns: int) -> None:
         """Puts the files in place, and says the version last. NoSpaceError, SegmentError: some are in place and the
-        version is not said; the publication itself stands."""
+        version is not said; the publication itself stands. So with DeadlineExceededError, which names the parts whose
+        files did not come."""
         try:
             for state in pending.states:
                 state.finish()
@@ -222,28 +272,52 @@ class CompatPublisher:
             pending.discard()
             raise
         if self._part.index == 0:
+            _await(pending.others, step, deadline_ns)
             write_version(pending.files.model_dir, step)
 
     def _put_metas(self, metas: PendingFile, handles: CudaHandles | None) -> None:
         """Once nothing names them any more, the tensors of the publication before are let go."""
+        former, self._handles = self._handles, handles  # before any name of the new ones can be read
         with storing(metas.path, _ADVICE):
             metas.finish()
+            self._take_away(unless=metas.path)
             self._metas = metas.path, os.stat(metas.path).st_ino
-        former, self._handles = self._handles, handles
         if former is not None:
             former.release()
 
-    def close(self, keep: bool) -> None:
-        """Lets device tensors go, and takes away the file that names them, unless `keep`."""
+    def _take_away(self, unless: Path | None = None) -> None:
+        """The file that names the tensors of the publication before, if it is still that one."""
+        if self._metas is None or self._metas[0] == unless:
+            return
+        path, inode = self._metas
+        try:
+            if os.stat(path).st_ino == inode:
+                path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("event=metas_stay file=%s reason=%s", path, error.strerror)
+
+    def close(self) -> None:
+        """Lets device tensors go, and takes away the file that names them: nobody else keeps that memory."""
+        self._take_away()
+        self._metas = None
         handles, self._handles = self._handles, None
-        metas, self._metas = self._metas, None
-        if metas is not None and not keep:
-            with suppress(OSError):
-                path, inode = metas
-                if os.stat(path).st_ino == inode:
-                    path.unlink()
         if handles is not None:
             handles.release()
+
+
+def _await(others: Mapping[int, _Awaited], step: int, deadline_ns: int) -> None:
+    begun = time.monotonic()
+    while missing := [part for part, awaited in others.items() if not awaited.are_there(step)]:
+        if time.monotonic_ns() >= deadline_ns:
+            raise DeadlineExceededError.waiting_for(
+                f"file for FastDeploy of parts {missing}, of step {step}",
+                since_s=begun,
+                hint="it is published, and the version files are as they were: publish the next step on all parts, "
+                "with the same compat, gpus and num_parts",
+            )
+        time.sleep(_LOOK_S)
 
 
 def _check_as_engine_has_them(arrangement: Arrangement) -> None:

@@ -9,13 +9,14 @@ model directory `.pdparams` are safetensors files in spite of their name; only i
 `paddle.save` writes.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastdeploy_rl.errors import ConfigurationError
-from fastdeploy_rl.memory.file_map import HeaderEntry, encode_header
+from fastdeploy_rl.memory.file_map import FileMap, HeaderEntry, encode_header
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
 from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
 from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _ADVICE = "make room there"
 STEP_KEY = "step"
+_STEP = re.compile(r"[0-9]{1,19}", re.ASCII)
 """The key in the metadata of a safetensors header."""
 
 
@@ -61,6 +63,18 @@ def write_model_state(
         raise
 
 
+def model_state_paths(directory: str | Path, rank: int, gpu: str | int, num_parts: int) -> tuple[Path, ...]:
+    """The files of a rank that is written in so many parts."""
+    names = [part_name(rank, gpu, part) for part in range(num_parts)] if num_parts > 1 else [file_name(rank, gpu)]
+    return tuple(Path(directory) / name for name in names)
+
+
+def said_step(file: FileMap) -> int | None:
+    """The step that a file says it is of; None where it says none."""
+    said = file.metadata.get(STEP_KEY, "")
+    return int(said) if _STEP.fullmatch(said) else None
+
+
 class PendingModelState(NamedTuple):
     """A rank's files, written beside the places where they go. `pattern`: of the parts that a rank may have there."""
 
@@ -76,7 +90,8 @@ class PendingModelState(NamedTuple):
                 file.finish()
         for surplus in self.directory.glob(self.pattern):
             if surplus not in paths:
-                surplus.unlink()
+                with storing(surplus, _ADVICE):
+                    surplus.unlink()
         return paths
 
     def discard(self) -> None:

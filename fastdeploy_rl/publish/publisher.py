@@ -108,7 +108,7 @@ class WeightPublisher:
         """Gives the channel up. The publication goes with it, unless `keep`: then the latest version stays for later
         engines until `retire`. Engines that hold a lease keep their memory either way. A second close does nothing."""
         opened, self._opened = self._opened, None
-        self._compat.close(keep)
+        self._compat.close()
         if opened is not None:
             opened.close(keep)
 
@@ -196,7 +196,7 @@ class WeightPublisher:
                     pending.discard()
                 raise
         if pending is not None:
-            self._compat.finish(pending, step)
+            self._compat.finish(pending, step, _deadline_ns(wait_s))
         seconds = time.monotonic() - began
         num_bytes = sum(tensor.num_bytes for tensor in manifest.tensors)
         _log.info(

@@ -34,7 +34,7 @@ from fastdeploy_rl.errors import CheckpointError, ConfigurationError, NoPublicat
 from fastdeploy_rl.memory.file_map import FileMap, StoredTensor
 from fastdeploy_rl.memory.regular_file import open_regular
 from fastdeploy_rl.memory.saved_state import SIGNATURE_BYTES, SavedTensors, is_saved_state, read_saved_file
-from fastdeploy_rl.publish.fastdeploy_files import STEP_KEY
+from fastdeploy_rl.publish.fastdeploy_files import said_step
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.sources.describing import FileLayout, FoundFiles, identities_in
 from fastdeploy_rl.sources.rank_gpus import listed_gpus
@@ -263,8 +263,7 @@ def _step_in(path: Path) -> int | None:
     if _is_pickle(path):
         return None
     with FileMap.open(path) as file:
-        text = file.metadata.get(STEP_KEY, "")
-    return int(text) if _NUMBER.fullmatch(text) else None
+        return said_step(file)
 
 
 def _is_pickle(path: Path) -> bool:

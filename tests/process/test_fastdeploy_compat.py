@@ -4,7 +4,11 @@ and what our own engines read; where a publication fails, nothing of it is there
 import os
 import pickle
 import stat
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from fastdeploy_rl.coverage import ParameterSpec
 from fastdeploy_rl.engines.numpy.runner import NumpyModel, random_weights
 from fastdeploy_rl.errors import (
     ConfigurationError,
+    DeadlineExceededError,
     FastDeployRLError,
     NoPublicationError,
     SegmentError,
@@ -26,7 +31,8 @@ from fastdeploy_rl.errors import (
 from fastdeploy_rl.memory.cuda_record import open_device
 from fastdeploy_rl.plan.conventions import hugging_face
 from fastdeploy_rl.publish.channel import Channel
-from fastdeploy_rl.publish.fastdeploy_files import write_version
+from fastdeploy_rl.publish.fastdeploy_files import PendingModelState, write_version
+from fastdeploy_rl.publish.publisher import Shard
 from fastdeploy_rl.sources import registry
 from fastdeploy_rl.sources.base import SourceConfig
 from fastdeploy_rl.testing.fake_cuda import FakeCuda
@@ -137,6 +143,68 @@ def test_a_publication_that_is_refused_leaves_the_files_as_they_were(
         publisher.publish(state(2), step=7, layout="tp:2", compat="fastdeploy", fastdeploy=places.files(0, 1))
     assert places.held() == before
     assert Channel(places.channel).read_publication(soon())[1] == first.manifest
+
+
+class Parts:
+    """Two trainer processes, as threads; each has the whole of `w`'s half, and all of the norm."""
+
+    def __init__(self, places: Places, publishers: list[WeightPublisher]) -> None:
+        self.places, self._publishers = places, publishers
+
+    def publish(self, part: int, step: int, **changes: Any) -> None:
+        state_dict = {"w": np.full((2, 4), step + part, np.float32), NORM: np.full(6, step, np.float32)}
+        shards = {"w": Shard(axis=0, start=2 * part, stop=2 * part + 2, size=4)}
+        given = {"compat": "fastdeploy", "fastdeploy": self.places.files(0, 1)} | changes
+        self._publishers[part].publish(state_dict, step=step, shards=shards, **given)
+
+
+@pytest.fixture
+def parts(places: Places) -> Iterator[Parts]:
+    with ExitStack() as stack:
+        yield Parts(places, [stack.enter_context(WeightPublisher(places.channel, part=(part, 2))) for part in (0, 1)])
+
+
+def test_the_version_is_said_when_the_files_of_all_parts_are_there(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, put_in_place = threading.Event(), PendingModelState.finish
+
+    def finish(state: PendingModelState) -> list[Path]:
+        if "tp1" in state.pattern:
+            assert goes_on.wait(10)
+        return put_in_place(state)
+
+    monkeypatch.setattr(PendingModelState, "finish", finish)
+    version = parts.places.model / "version.yaml"
+    with ThreadPoolExecutor(2) as pool:
+        publishing = [pool.submit(parts.publish, part, 3) for part in range(2)]
+        while not (parts.places.model / "model_state.tp0.0.pdparams").exists():
+            time.sleep(0.01)  # bounded by the test's own limit
+        assert not version.exists()
+        goes_on.set()
+        for each in publishing:
+            each.result(10)
+    assert version.read_text() == "step: 3\nversion: 3\n"
+
+
+@pytest.mark.parametrize("changes", [{"compat": None, "fastdeploy": None}, {"num_parts": 2}, {"gpus": (0, 7)}])
+def test_a_part_whose_files_do_not_come_is_named_and_the_version_stays(parts: Parts, changes: dict[str, Any]) -> None:
+    """Without compat, or with settings of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(parts.publish, part, 3) for part in range(2)]:
+            each.result(10)
+        before = (parts.places.model / "version.yaml").read_bytes()
+        given = changes
+        if "num_parts" in changes:
+            given = {"fastdeploy": parts.places.files(0, 1, num_parts=2)}
+        elif "gpus" in changes:
+            given = {"fastdeploy": parts.places.files(*changes["gpus"])}
+        first = pool.submit(parts.publish, 0, 4, deadline_s=1.0)
+        second = pool.submit(parts.publish, 1, 4, **given)
+        with pytest.raises(DeadlineExceededError, match=r"of parts \[1\], of step 4 .*version files are as they were"):
+            first.result(10)
+        second.result(10)
+    assert (parts.places.model / "version.yaml").read_bytes() == before
 
 
 def refusals() -> list[tuple[dict[str, Any], type[FastDeployRLError], str]]:

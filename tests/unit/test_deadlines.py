@@ -65,6 +65,7 @@ SPOKEN = {
     ("engines/fastdeploy/seat.py", "self._manager.poll()"): NEVER_WAITS,
     ("engines/fastdeploy/weight_manager.py", "time.sleep(_LOOK_AGAIN_S)"): "as long as a trainer has weights cleared",
     ("sources/ipc_or_metas.py", "threading.Lock()"): HELD_BRIEFLY,
+    ("publish/fastdeploy_compat.py", "time.sleep(_LOOK_S)"): IN_A_LOOP,
     ("publish/snapshot_writer.py", "self._lock.acquire()"): OWNER_LOCK,
     ("publish/snapshot_writer.py", "threading.Condition()"): AWAITED_IN_TIME,
     ("engines/embedded/graph_pool.py", "threading.Lock()"): HELD_BRIEFLY,

@@ -111,7 +111,7 @@ class EngineSettings:
         option, for what cannot be."""
         parallel, load = fd_config.parallel_config, fd_config.load_config
         check_load_strategy(load.load_strategy)
-        given = dict(getattr(load, "rsync_config", None) or {})
+        given = _object(getattr(load, "rsync_config", None))
         options = _parsed(given.pop(OPTIONS_KEY, {}))
         ports = _ports(parallel)
         is_expert_parallel = bool(parallel.enable_expert_parallel) and int(parallel.expert_parallel_size) > 1
@@ -138,7 +138,7 @@ class EngineSettings:
             channel=Path(options.channel) if options.channel else default_channel(),
             metas_dir=Path(options.metas_dir) if options.metas_dir else None,
             options=options,
-            rsync_config=_rsync_text(given) if load.load_strategy == RSYNC else "",
+            rsync_config=stock_rsync_config(given) if load.load_strategy == RSYNC else "",
             is_expert_parallel=is_expert_parallel,
         )
 
@@ -183,15 +183,20 @@ def _parsed(given: object) -> PluginOptions:
     return options
 
 
+def _object(given: object) -> dict[str, Any]:
+    """ConfigurationError for what is no JSON object."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ConfigurationError(f"--rsync-config is no JSON object: {given!r:.200}")
+    return dict(given)
+
+
 def _ports(parallel: Any) -> list[int]:
     """Of every data-parallel engine of this machine, in order."""
     given = parallel.engine_worker_queue_port
     texts = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
-    return [int(text) for text in texts]
-
-
-def _rsync_text(given: Mapping[str, Any]) -> str:
-    """A dictionary without `transport` is FastDeploy's own, for its closed package; an empty one is our default."""
-    if not given or "transport" in given:
-        return msgspec.json.encode(given).decode()
-    return stock_rsync_config(dict(given))
+    try:
+        return [int(text) for text in texts]
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"engine_worker_queue_port names no ports: {given!r:.200}") from None

@@ -348,12 +348,15 @@ class SavedArray(NamedTuple):
 
 def write_saved_state(tensors: Mapping[str, SavedArray]) -> "Iterator[bytes | memoryview]":
     """A file that `paddle.load` reads, and `read_saved_state`, in pieces: those of a tensor are its own memory, not a
-    copy. CheckpointError for a tensor whose bytes are not those of its dtype and shape."""
+    copy. CheckpointError for a tensor whose bytes are not those of its dtype and shape, or whose
+    dtype numpy has not."""
     yield b"\x80\x04}"
     for name, tensor in tensors.items():
         data = memoryview(tensor.data)
         if data.nbytes != math.prod(tensor.shape) * itemsize(tensor.dtype):
             raise CheckpointError(f"tensor {name:.600}: {data.nbytes} bytes are no {tensor.dtype} of {tensor.shape}")
+        if tensor.dtype not in _KINDS:
+            raise CheckpointError(f"tensor {name:.600}: `paddle.save` has no form for {tensor.dtype}")
         yield text_bytes(name) + _array_bytes(tensor) + b"\x8e" + struct.pack("<Q", data.nbytes)
         yield data.cast("B") if data.nbytes else b""
         yield b"tbs"

@@ -30,12 +30,13 @@ from fastdeploy_rl.manifest import layout_ranks
 from fastdeploy_rl.memory.cuda_handles import CudaHandles
 from fastdeploy_rl.memory.file_map import FileMap
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
-from fastdeploy_rl.memory.ipc_metas import metas_name, write_ipc_metas
+from fastdeploy_rl.memory.ipc_metas import metas_name, read_ipc_metas, write_ipc_metas
 from fastdeploy_rl.plan import namespaces
 from fastdeploy_rl.publish.arrangement import ArrangedTensor, Arrangement
 from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
 from fastdeploy_rl.publish.fastdeploy_files import (
     PendingModelState,
+    check_names,
     model_state_paths,
     prepare_model_state,
     said_step,
@@ -196,6 +197,7 @@ class CompatPublisher:
         is not known by its name is not taken for whole. ConfigurationError where a layout, a convention or the parts do
         not fit to what FastDeploy reads; NoSpaceError, SegmentError, CudaError. Then nothing is left."""
         _check_as_engine_has_them(arrangement)
+        check_names(_flat_names(arrangement))
         ranks = self._ranks(arrangement, state)
         if len(ranks) > 1 and not is_cut_as_told:
             _check_known(arrangement)
@@ -256,7 +258,9 @@ class CompatPublisher:
         with storing(path, _ADVICE):
             group = _group_of(path.parent)
             rows = {flat: metas[trainer_name] for flat, trainer_name in names.items()}
-            pending = write_pending(path, write_ipc_metas(rows), 0o600, group)
+            table = b"".join(write_ipc_metas(rows))
+            read_ipc_metas(table, f"what would be {path}")  # within every bound of ours
+            pending = write_pending(path, [table], 0o600, group)
         return PendingCompat(files, (), pending, handles, self._others(files, gpus, is_on_device=True))
 
     def finish(self, pending: PendingCompat, step: int, deadline_ns: int) -> None:

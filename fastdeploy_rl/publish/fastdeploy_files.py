@@ -15,10 +15,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastdeploy_rl.errors import ConfigurationError
+from fastdeploy_rl.errors import ConfigurationError, TrainerError
 from fastdeploy_rl.memory.file_map import FileMap, HeaderEntry, encode_header
 from fastdeploy_rl.memory.host_tensor import HostTensor, borrow
-from fastdeploy_rl.memory.saved_state import SavedArray, write_saved_state
+from fastdeploy_rl.memory.saved_state import NAME_TABLE, SavedArray, write_saved_state
 from fastdeploy_rl.publish.durable_files import PendingFile, storing, write_pending
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 _ADVICE = "make room there"
 STEP_KEY = "step"
-_STEP = re.compile(r"[0-9]{1,19}", re.ASCII)
 """The key in the metadata of a safetensors header."""
+_STEP = re.compile(r"[0-9]{1,19}", re.ASCII)
+_RESERVED = frozenset({"__metadata__", NAME_TABLE, "UnpackBigParamInfor@@"})
+"""Names that mean something else to who reads the files: safetensors and `paddle.load`."""
 
 
 def part_name(rank: int, gpu: str | int, part: int) -> str:
@@ -161,7 +163,14 @@ def _safetensors(tensors: Mapping[str, HostTensor], step: int | None) -> "Iterat
     yield from (tensor.buffer for tensor in tensors.values())
 
 
+def check_names(names: Iterable[str]) -> None:
+    """TrainerError for one that no tensor in FastDeploy's files may have."""
+    for name in sorted(_RESERVED.intersection(names)):
+        raise TrainerError(f"{name!r}: the files' format has another use for that name")
+
+
 def _borrowed(tensors: Mapping[str, Any]) -> dict[str, HostTensor]:
+    check_names(tensors)
     return {name: borrow(tensor, name) for name, tensor in tensors.items()}
 
 

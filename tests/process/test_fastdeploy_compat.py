@@ -220,6 +220,8 @@ def refusals() -> list[tuple[dict[str, Any], type[FastDeployRLError], str]]:
         ({"fastdeploy": FastDeployFiles("m", [0], 3)}, ConfigurationError, "1 tensors cannot be split over 3 files"),
         ({"state_dict": {Q: one["w"]}, "convention": hugging_face}, ConfigurationError, "turned or divided"),
         ({"state_dict": {"w": [1]}}, TrainerError, "'w' is no tensor"),
+        ({"state_dict": {"__metadata__": one["w"]}}, TrainerError, "'__metadata__': the files' format"),
+        ({"state_dict": {"UnpackBigParamInfor@@": one["w"]}}, TrainerError, "another use for that name"),
         (
             {"state_dict": one, "layout": "tp:2", "fastdeploy": FastDeployFiles("m", [0, 1])},
             ConfigurationError,

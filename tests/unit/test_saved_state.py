@@ -412,3 +412,9 @@ def test_tensors_are_written_from_where_they_lie() -> None:
 def test_bytes_that_are_not_of_the_shape_are_not_written() -> None:
     with pytest.raises(CheckpointError, match="tensor w: 8 bytes are no F32 of"):
         list(write_saved_state({"w": SavedArray("F32", (3,), bytes(8))}))
+
+
+def test_a_dtype_that_numpy_has_not_is_named() -> None:
+    eight = SavedArray("F8_E4M3", (2,), b"\0\0")
+    with pytest.raises(CheckpointError, match="tensor w: `paddle.save` has no form for F8_E4M3"):
+        b"".join(write_saved_state({"w": eight}))

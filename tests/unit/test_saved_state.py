@@ -416,5 +416,5 @@ def test_bytes_that_are_not_of_the_shape_are_not_written() -> None:
 
 def test_a_dtype_that_numpy_has_not_is_named() -> None:
     eight = SavedArray("F8_E4M3", (2,), b"\0\0")
-    with pytest.raises(CheckpointError, match="tensor w: `paddle.save` has no form for F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"tensor w: `paddle\.save` has no form for F8_E4M3"):
         b"".join(write_saved_state({"w": eight}))

@@ -28,7 +28,7 @@ from fastdeploy_rl.errors import CoverageError
 from tests.process.trainer import Trainer
 
 PROMPTS = ([(7 * place + 3) % 250 for place in range(3 * PAGE_TOKENS + 5)], [9, 8, 7])
-NUM_LONG, NUM_LONGER, NUM_SHORT = 150, 400, 24
+NUM_LONG, NUM_LONGER, NUM_SHORT = 190, 400, 24
 
 
 class Setup(NamedTuple):

@@ -92,10 +92,17 @@ class Ranks:
 
     def loop(self, is_over: threading.Event) -> None:
         """Turns of a loop in which the ranks meet, as FastDeploy's do."""
-        meeting = threading.Barrier(NUM_RANKS)
+        is_last = False
+
+        def look() -> None:
+            """While all of them are at the meeting: they go on alike."""
+            nonlocal is_last
+            is_last = is_over.is_set()
+
+        meeting = threading.Barrier(NUM_RANKS, look)
 
         def turns(rank: int) -> None:
-            while not (meeting.wait(20) >= 0 and is_over.is_set() and meeting.wait(20) >= 0):
+            while meeting.wait(20) >= 0 and not is_last:
                 self.seats[rank].look_for_command()
                 time.sleep(0.001)  # a forward pass
 

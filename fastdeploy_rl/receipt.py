@@ -50,14 +50,11 @@ def sum_reads(parts: list[RankReceipt]) -> dict[str, Fletcher4]:
     }
 
 
-def merge(parts: list[RankReceipt], *, source: str, layout_digest: str, replicated: Collection[str] = ()) -> Receipt:
-    """One receipt of all ranks' parts, in rank order. `replicated`: parameters of which every rank has all, though one
-    rank's read stands for them. ChecksumMismatchError where ranks speak of different versions, or have them
-    otherwise."""
+def merge(parts: list[RankReceipt], *, source: str, layout_digest: str) -> Receipt:
+    """One receipt of all ranks' parts, in rank order. ChecksumMismatchError where ranks speak of different versions."""
     versions = {part.version for part in parts}
     if len(versions) != 1:
         raise ChecksumMismatchError(f"ranks hold different versions: {sorted(versions)}; update the engine again")
-    _check_replicas(parts, replicated)
     sums = sum_reads(parts)
     return Receipt(
         version=parts[0].version,
@@ -68,7 +65,9 @@ def merge(parts: list[RankReceipt], *, source: str, layout_digest: str, replicat
     )
 
 
-def _check_replicas(parts: list[RankReceipt], replicated: Collection[str]) -> None:
+def check_replicas(parts: list[RankReceipt], replicated: Collection[str]) -> None:
+    """ChecksumMismatchError unless every rank has the same of these parameters, of which each has all: one rank's read
+    stands for them."""
     first = parts[0].live
     wrong = [
         f"{name} on rank {part.rank}"

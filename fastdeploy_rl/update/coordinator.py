@@ -31,7 +31,7 @@ from fastdeploy_rl.errors import (
     VersionRegressError,
 )
 from fastdeploy_rl.lifecycle import LegacyCommand, Residency, Tag
-from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, differing, merge, with_live
+from fastdeploy_rl.receipt import RankReceipt, Receipt, check_reads, check_replicas, differing, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.sources.base import ResolvedPublication, WeightSource
 from fastdeploy_rl.update.chronicle import Chronicle
@@ -362,13 +362,10 @@ class Coordinator:
         self._chronicle.tell_staged(request, str(resolved.version), parts)
         if not self._has_checksums:
             return None
-        merged = merge(
-            receipts_of(parts),
-            source=self._load_strategy,
-            layout_digest=manifest.layout_digest,
-            replicated=self._replicated,
-        )
+        receipts = receipts_of(parts)
+        merged = merge(receipts, source=self._load_strategy, layout_digest=manifest.layout_digest)
         check_reads(merged, {tensor.name: tensor.checksum for tensor in manifest.tensors})
+        check_replicas(receipts, self._replicated)
         return merged
 
     def _resolve(self, request: CommandRequest) -> ResolvedPublication:

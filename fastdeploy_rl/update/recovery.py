@@ -14,7 +14,7 @@ from fastdeploy_rl.config import Deadlines
 from fastdeploy_rl.errors import ChecksumMismatchError, FastDeployRLError, FencedError, PeerLostError
 from fastdeploy_rl.lifecycle import Tag
 from fastdeploy_rl.memory.owner_lock import is_alive
-from fastdeploy_rl.receipt import Receipt, merge, with_live
+from fastdeploy_rl.receipt import Receipt, check_replicas, merge, with_live
 from fastdeploy_rl.report import CommandKind, Outcome
 from fastdeploy_rl.sources.base import WeightSource
 from fastdeploy_rl.update.committed import Committed
@@ -134,9 +134,10 @@ class Recovery:
 
         def check_staged(parts: list[RankPart]) -> Receipt:
             receipts = receipts_of(parts)
-            merged = merge(receipts, source=committed.source, layout_digest=layout_digest, replicated=self._replicated)
+            merged = merge(receipts, source=committed.source, layout_digest=layout_digest)
             if merged.content_digest != committed.content_digest:
                 raise ChecksumMismatchError(f"the ranks do not hold version {version} as it was committed")
+            check_replicas(receipts, self._replicated)
             return merged
 
         outcome = self._conductor.lead(

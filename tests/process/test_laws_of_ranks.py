@@ -136,7 +136,7 @@ def test_a_rank_that_comes_back_with_other_weights_than_it_left_fences(tmp_path:
         kill(engine, 1)
         await_that(engine, lambda: client.status().legacy_status == "CLEARED")
         assert client.status().admission == "fenced"
-        assert "version 0.0: ranks read other bytes than rank 0" in client.status().reason
+        assert "the ranks do not hold version 0.0 as it was committed" in client.status().reason
         assert engine.tokens() == [None] * 3
         publish(publisher, random_weights(MODEL, 1), 1)
         client.update()

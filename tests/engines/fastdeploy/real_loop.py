@@ -89,11 +89,17 @@ def refused_while_cleared(path: str, port: int, stays_in_check: bool) -> list[Fa
         sent = {name: array for name, array in weights(2, 2).items() if name != "a.bias"}
         for tensors, step in ((sent, 2), (weights(3, 3), 3)):
             write_snapshot(Path(path), tensors, step)
-            engine.store(1)
-            engine.await_that(lambda: engine.load() != 1, _SOON_S)
             with BoardClient(port) as client:
+                _update_and_await(engine, client)
                 seen.append(_look(engine) | {"outcome": client.last_report().outcome})
     return seen
+
+
+def _update_and_await(engine: Engine, client: BoardClient) -> None:
+    """By the board: over the word FastDeploy's loop may write what it has just read."""
+    num_done = client.status().commands_done
+    engine.store(1)
+    engine.await_that(lambda: client.status().commands_done > num_done and engine.load() != 1, _SOON_S)
 
 
 def commanded_over_the_board(path: str, port: int) -> Facts:
